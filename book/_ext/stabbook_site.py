@@ -40,12 +40,16 @@ FIRST_PAINT = """
 
 
 def configure(app: Sphinx, config) -> None:
-    "Serve `book/_static` from where it lies and link its style sheet once."
+    "Serve `book/_static` from where it lies: style sheet, logo, icon, MathJax."
     if str(STATIC) not in config.html_static_path:
         config.html_static_path.append(str(STATIC))
     linked = [f if isinstance(f, str) else f[0] for f in config.html_css_files]
     if "custom.css" not in linked:
         config.html_css_files.append("custom.css")
+    logo = str(STATIC / "logo.svg")
+    config.html_theme_options.setdefault(
+        "logo", {"text": "stabbook", "image_light": logo, "image_dark": logo})
+    config.html_favicon = config.html_favicon or str(STATIC / "favicon.svg")
     config.mathjax_path = "mathjax/tex-chtml.js"
 
 
