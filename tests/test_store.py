@@ -1,0 +1,290 @@
+"""Store: atomic files, damaged files, other versions, closed folders, verdicts."""
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stabbook import store
+from stabbook.store import StoreError
+
+
+@dataclass(frozen=True)
+class Run:
+    learning_rate: float = 0.01
+    seed: int = 0
+    dtype: str = "float32"
+
+    def to_dict(self): return asdict(self)
+
+    @property
+    def key(self): return f"{int(self.learning_rate * 1e6):08x}{self.seed:08x}"
+
+
+def record(lr=0.01, seed=0, loss=2.5, error="", **summary):
+    return SimpleNamespace(
+        run=Run(lr, seed), curves=dict(loss=np.linspace(5, 2, 400, dtype=np.float32)),
+        summary=dict(final_loss=loss, val_loss=loss, initial_loss=5.5, error=error,
+                     max_attention_logit=9.0, **summary),
+        provenance=dict(torch="2.13.0", wall_seconds=2.0, commit="abc"))
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setenv("STABBOOK_RESULTS", str(tmp_path / "results"))
+    return tmp_path / "results"
+
+
+def test_there_and_back(results):
+    r = record(loss=np.float64(2.25), steps_done=np.int64(400), status=None)
+    path = store.save(r, "exp", "cpu", {"method": "qk_norm"})
+    assert path == results / "exp" / "cpu" / f"{r.run.key}.parquet"
+    df = store.load("exp", "cpu")
+    wanted = {"method", "learning_rate", "seed", "diverged", "final_loss", "val_loss",
+              "max_attention_logit", "error", "verdict", "key", "run_json"}
+    assert wanted <= set(df.columns)
+    assert (df.final_loss[0], df.steps_done[0], df.method[0]) == (2.25, 400, "qk_norm")
+    back = store.read(r.run.key, "exp")
+    assert back["run"] == r.run.to_dict() and back["label"] == {"method": "qk_norm"}
+    assert back["summary"] == {**r.summary, "final_loss": 2.25, "steps_done": 400}
+    assert np.array_equal(back["curves"]["loss"], r.curves["loss"])
+
+
+def test_names_that_collide_are_kept_apart(results):
+    r = record()
+    r.provenance["dtype"] = "bfloat16"
+    r.provenance["seed"] = 0
+    store.save(r, "exp", "cpu")
+    df = store.load("exp")
+    assert df["dtype"][0] == "float32" and df["provenance.dtype"][0] == "bfloat16"
+    assert "provenance.seed" not in df
+    assert store.read(r.run.key, "exp")["provenance"]["dtype"] == "bfloat16"
+
+
+def test_root_environment_then_parents_then_here(tmp_path, monkeypatch):
+    monkeypatch.delenv("STABBOOK_RESULTS", raising=False)
+    deep = tmp_path / "a" / "b"
+    deep.mkdir(parents=True)
+    monkeypatch.chdir(deep)
+    assert store.root() == deep / "book" / "results"
+    (tmp_path / "book" / "results").mkdir(parents=True)
+    assert store.root() == tmp_path / "book" / "results"
+    monkeypatch.setenv("STABBOOK_RESULTS", str(tmp_path / "mine"))
+    assert store.root() == tmp_path / "mine"
+
+
+def test_largest_scale_wins(results):
+    for scale, loss in ("smoke", 4.0), ("cpu", 3.0), ("gpu", 2.0):
+        store.save(record(loss=loss), "exp", scale)
+        assert store.load("exp").final_loss[0] == loss
+    assert store.best_scale("exp") == "gpu"
+    assert store.load("exp", "smoke").final_loss[0] == 4.0
+
+
+def test_unknown_names(results):
+    store.save(record(), "learning_rate", "cpu")
+    with pytest.raises(StoreError, match="did you mean 'learning_rate'"):
+        store.load("learning_rte")
+    with pytest.raises(ValueError, match="did you mean 'smoke'"):
+        store.load("learning_rate", "smok")
+    with pytest.raises(StoreError, match="nothing is stored .*'gpu', but at cpu"):
+        store.load("learning_rate", "gpu")
+    with pytest.raises(ValueError, match="letters, digits"):
+        store.save(record(), "../up", "cpu")
+    with pytest.raises(StoreError, match="is not among the 1 of"):
+        store.read("0" * 16, "learning_rate")
+    with pytest.raises(ValueError, match="did you mean 'loss'"):
+        store.curves("learning_rate", name="losss")
+    with pytest.raises(ValueError, match="raise, skip"):
+        store.load("learning_rate", on_bad="ignore")
+
+
+def damage_half(path): path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def damage_empty(path): path.write_bytes(b"")
+def damage_text(path): path.write_text("PAR1 not really PAR1")
+def damage_foreign(path): pq.write_table(pa.table({"a": [1, 2]}), path)
+
+
+@pytest.mark.parametrize("damage",
+                         [damage_half, damage_empty, damage_text, damage_foreign])
+def test_damaged_file_is_named_and_the_rest_is_readable(results, damage):
+    store.save(record(seed=0), "exp", "cpu")
+    bad = store.save(record(seed=1), "exp", "cpu")
+    damage(bad)
+    before = bad.read_bytes()
+    with pytest.raises(StoreError) as e:
+        store.load("exp")
+    assert bad.name in str(e.value) and "delete it" in str(e.value)
+    assert "1 of 2 files" in str(e.value)
+    df = store.load("exp", on_bad="skip")
+    assert len(df) == 1 and len(df.attrs["bad_files"]) == 1
+    with pytest.raises(StoreError, match="delete it"):
+        store.save(record(seed=1), "exp", "cpu")
+    assert bad.read_bytes() == before
+
+
+def test_cut_at_any_byte_is_noticed(results):
+    path = store.save(record(), "exp", "cpu")
+    whole = path.read_bytes()
+    for n in range(0, len(whole), 97):
+        path.write_bytes(whole[:n])
+        with pytest.raises(StoreError):
+            store._read(path)
+
+
+def test_other_version_is_said_and_not_overwritten(results, monkeypatch):
+    path = store.save(record(), "exp", "cpu")
+    before = path.read_bytes()
+    monkeypatch.setattr(store, "STORE_VERSION", 2)
+    for act in (lambda: store.load("exp"), lambda: store.save(record(), "exp", "cpu")):
+        with pytest.raises(StoreError, match="store version 1, and this .* version 2"):
+            act()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("code, words", [
+    (errno.ENOSPC, "disk is full"), (errno.EROFS, "cannot be written to"),
+    (errno.EACCES, "cannot be written to")])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_disk_errors_leave_nothing_torn(results, monkeypatch, code, words, call):
+    store.save(record(seed=0), "exp", "cpu")
+
+    def fail(*a, **k): raise OSError(code, os.strerror(code))
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(StoreError, match=words) as e:
+        store.save(record(seed=1), "exp", "cpu")
+    monkeypatch.undo()
+    monkeypatch.setenv("STABBOOK_RESULTS", str(results))
+    assert str(results / "exp" / "cpu") in str(e.value)
+    assert [p.name for p in (results / "exp" / "cpu").iterdir()] == [
+        f"{Run(seed=0).key}.parquet"]
+    assert len(store.load("exp")) == 1
+
+
+def test_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreError, match="STABBOOK_RESULTS"):
+        store.save(record(), "exp", "cpu", results=tmp_path / "file")
+
+
+def test_interrupt_while_writing_is_passed_on_and_leaves_nothing(results, monkeypatch):
+    store.prepare("exp", "cpu")
+
+    def interrupt(fd): raise KeyboardInterrupt
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(record(), "exp", "cpu")
+    assert list((results / "exp" / "cpu").iterdir()) == []
+
+
+def test_strays_are_ignored_and_cleared_after_a_day(results):
+    path = store.save(record(), "exp", "cpu")
+    old, new = (path.parent / f".{n}.parquet.1.tmp" for n in ("old", "new"))
+    old.write_bytes(b"half"), new.write_bytes(b"half")
+    os.utime(old, (time.time() - 90_000,) * 2)
+    assert store.keys("exp", "cpu") == {path.stem} and len(store.load("exp")) == 1
+    store.prepare("exp", "cpu")
+    assert not old.exists() and new.exists()
+
+
+def test_killed_while_saving_leaves_whole_files_only(results):
+    code = ("import sys; sys.path.insert(0, 'tests'); from test_store import *\n"
+            "print('go', flush=True)\n"
+            "for seed in range(10**6): store.save(record(seed=seed), 'exp', 'cpu')")
+    here = Path(__file__).parent.parent
+    for wait in (0.01, 0.05, 0.11):
+        p = subprocess.Popen([sys.executable, "-c", code], cwd=here,
+                             stdout=subprocess.PIPE)
+        p.stdout.readline()
+        time.sleep(wait)
+        p.kill()
+        p.wait(), p.stdout.close()
+        if store.experiments(): assert store.load("exp").attrs["bad_files"] == []
+    assert len(store.keys("exp", "cpu")) > 0
+
+
+def test_verdicts_use_the_best_cell_of_each_method(results):
+    table = {("baseline", 0.001): [3.0, 3.1, 3.2], ("baseline", 0.01): [2.5, 2.6, 2.7],
+             ("baseline", 0.1): [2.7, 3.5, np.nan], ("qk_norm", 0.01): [2.0, 2.1, 2.2],
+             ("qk_norm", 0.1): [2.3, 2.5, 6.0]}
+    for (method, lr), losses in table.items():
+        for seed, loss in enumerate(losses):
+            r = record(lr, seed + 10 * (method == "qk_norm"), loss)
+            store.save(r, "exp", "cpu", {"method": method})
+    df = store.load("exp", margin=0.3)
+    got = df.groupby(["method", "learning_rate"]).verdict.agg(list).to_dict()
+    assert got == {
+        ("baseline", 0.001): ["ok"] * 3,  # slower than the best, so never derailed
+        ("baseline", 0.01): ["ok"] * 3,
+        ("baseline", 0.1): ["ok", "derailed", "non_finite"],
+        ("qk_norm", 0.01): ["ok"] * 3,
+        ("qk_norm", 0.1): ["ok", "derailed", "above_initial"]}
+    assert df.diverged.dtype == bool and df.diverged.sum() == 4
+    assert set(df.best_loss) == {2.6, 2.1} and set(df.best_rate) == {0.01}
+    assert store.load("exp", margin=3.0).diverged.sum() == 2
+    given = store.load("exp", best={"qk_norm": (0.0, 1.0)})
+    assert (given[given.method == "qk_norm"].verdict != "ok").all()
+    together = store.load("exp", by=())
+    assert set(together.best_loss) == {2.55} or together.best_loss.nunique() == 1
+
+
+def test_errors_are_no_divergence_and_do_not_set_the_best(results):
+    store.save(record(0.01, 0, 2.5), "exp", "cpu", {"method": "a"})
+    store.save(record(0.02, 0, float("nan"), error="MemoryError"), "exp", "cpu",
+               {"method": "a"})
+    store.save(record(0.03, 0, None, error="hung"), "exp", "cpu", {"method": "b"})
+    df = store.load("exp")
+    assert df.verdict.tolist() == ["ok", "error", "error"] and not df.diverged.any()
+    assert store.provenance(df)["errors"] == 2
+
+
+def test_provenance_in_a_few_words(results):
+    for seed in range(3): store.save(record(seed=seed), "exp", "cpu")
+    about = store.provenance(store.load("exp"))
+    assert about["torch"] == "2.13.0" and about["runs"] == 3
+    assert about["wall_hours"] == pytest.approx(6 / 3600)
+    json.dumps(about)
+
+
+def test_stack_pads_with_nan(results):
+    long, short = record(seed=0), record(seed=1)
+    short.curves["loss"] = short.curves["loss"][:7]
+    for r in (long, short): store.save(r, "exp", "cpu")
+    found = store.curves("exp", keys=[short.run.key, long.run.key])
+    out = store.stack(found, [short.run.key, long.run.key])
+    assert out.shape == (2, 400) and np.isnan(out[0, 7:]).all()
+    assert np.array_equal(out[1], long.curves["loss"])
+
+
+def test_sources_change_when_a_run_is_added(results):
+    store.save(record(seed=0), "exp", "cpu")
+    before = store.sources("exp")
+    store.save(record(seed=1), "exp", "cpu")
+    assert len(before) == 1 and len(store.sources("exp")) == 2
+
+
+def test_four_hundred_files_load_fast(results):
+    for seed in range(400):
+        store.save(record(seed=seed, **{f"s{i}": float(i) for i in range(30)}), "exp",
+                   "smoke", {"method": "a"})
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        assert len(store.load("exp")) == 400
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 1.5
+
+
+def test_store_does_not_import_torch():
+    code = "import sys, stabbook.store; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.strip() == "False", out.stderr
