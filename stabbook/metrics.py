@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['MARGIN', 'VERDICTS', 'PRIOR_SLOPE', 'verdict', 'best_cell', 'diverged', 'departure', 'wilson_interval', 'fisher_test',
            'difference_interval', 'holm', 'lr_sensitivity', 'spike_score', 'perplexity', 'bits_per_byte',
-           'bootstrap_interval', 'LR50', 'lr50', 'LR50Ratio', 'lr50_ratio', 'highest_stable_lr']
+           'bootstrap_interval', 'LR50', 'lr50', 'cell_counts', 'lr50_by', 'LR50Ratio', 'lr50_ratio',
+           'highest_stable_lr']
 
 # %% ../nbs/04_metrics.ipynb #2433e21e
 import math
@@ -482,6 +483,28 @@ def _power(x, grid):
     if not math.isfinite(x): return 0.0 if x < 0 else math.inf
     ends = [g for g in grid if math.isclose(10.0**x, g, rel_tol=1e-12)]
     return ends[0] if ends else float(10.0**x)
+
+# %% ../nbs/04_metrics.ipynb #4a39178c
+def cell_counts(
+    runs,  # DataFrame: learning_rate, diverged, the column `by`; error may be there
+    by="method",  # a column name, or several
+):  # DataFrame: by, learning_rate, k (diverged) and n (runs without an error)
+    "How many runs of each cell diverged, as columns k and n."
+    by = [by] if isinstance(by, str) else list(by)
+    if "error" in runs: runs = runs[runs["error"].fillna("") == ""]
+    runs = runs.assign(diverged=runs["diverged"].astype(bool))
+    cells = runs.groupby([*by, "learning_rate"], sort=False)["diverged"]
+    return cells.agg(k="sum", n="count").reset_index()
+
+def lr50_by(
+    runs,  # DataFrame: learning_rate, diverged, the column `by`; one row per run
+    by="method",  # the column that tells the methods apart
+    **how,  # confidence, resamples, seed, prior, as `lr50` takes them
+) -> dict:  # method -> LR50, in the order of the table
+    "LR50 of each method of a table of runs."
+    cells = cell_counts(runs, by)
+    return {name: lr50(c["learning_rate"], c["k"], c["n"], **how)
+            for name, c in cells.groupby(by, sort=False)}
 
 # %% ../nbs/04_metrics.ipynb #fd74fd3e
 @dataclass(frozen=True, repr=False)
