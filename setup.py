@@ -23,7 +23,7 @@ setup(
     author=cfg["author"],
     author_email=cfg["author_email"],
     url=cfg["git_url"],
-    license=LICENSES[cfg["license"]],
+    license_expression=LICENSES[cfg["license"]],
     keywords=cfg["keywords"].split(),
     classifiers=[
         f"Development Status :: {STATUSES[cfg['status']]}",

@@ -113,8 +113,9 @@ class Book:
             for node in ast.walk(ast.parse(todo.pop())):
                 if isinstance(node, ast.Import):
                     paths = [a.name.split(".") for a in node.names]
-                elif isinstance(node, ast.ImportFrom) and node.module:
-                    base = node.module.split(".")
+                elif isinstance(node, ast.ImportFrom):      # nbdev exports `from .x`
+                    base = (["stabbook"] * bool(node.level)
+                            + (node.module.split(".") if node.module else []))
                     paths = [base + [a.name] for a in node.names]
                 else:
                     continue
