@@ -1,0 +1,389 @@
+"""Sweep: each run once, whatever raises, hangs, dies or is interrupted."""
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from stabbook import store
+from stabbook import sweep as lab
+from stabbook.store import StoreError
+from stabbook.sweep import Claim, Job, sweep
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Run:
+    "As much of a run as a sweep looks at."
+    learning_rate: float = 0.01
+    seed: int = 0
+    model: str = "baseline"
+    note: str = ""  # what the trainer below does with it
+    trace: str = ""  # a file to which it writes the key when it starts
+
+    def to_dict(self): return asdict(self)
+
+    @property
+    def key(self): return f"{hash((self.learning_rate, self.seed)) % 16**8:08x}" + \
+        self.model.encode().hex()[:8]
+
+
+def result(run):
+    loss = 2 + run.seed / 100 + run.learning_rate
+    return SimpleNamespace(
+        run=run, curves=dict(loss=np.full(5, loss, np.float32)),
+        provenance=dict(wall_seconds=0.2, worker=os.getpid()),
+        summary=dict(final_loss=loss, val_loss=loss, initial_loss=5.5, error="",
+                     max_attention_logit=1.0))
+
+
+def trainer(run, deadline_seconds=None):
+    "Trains at once, or does what the run's note says; leaves a trace of each start."
+    if run.trace:
+        with open(run.trace, "a") as f: f.write(run.key + "\n")
+    what, _, value = run.note.partition(" ")
+    if what == "sleep": time.sleep(float(value))
+    if what == "raise": raise RuntimeError("a run that\nraises")
+    if what == "exit": raise SystemExit(3)
+    if what == "die": os.kill(os.getpid(), signal.SIGKILL)
+    if what == "die_once" and not Path(value).exists():
+        Path(value).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "hang": time.sleep(600)
+    return result(run)
+
+
+def jobs(n=6, model="baseline", **notes):
+    runs = [Run(seed=i, model=model, note=notes.get(f"n{i}", notes.get("all", "")),
+                trace=os.environ.get("TRACE", "")) for i in range(n)]
+    return [Job(r, {"method": model}) for r in runs]
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setenv("STABBOOK_RESULTS", str(tmp_path / "results"))
+    monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
+    return tmp_path / "results"
+
+
+def started(results): return (results.parent / "trace").read_text().split()
+
+
+def go(what, **kw):
+    return sweep(what, "exp", "smoke", **{"trainer": trainer, "progress": False,
+                                          "workers": 0, **kw})
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_trains_what_is_missing_and_nothing_twice(results, workers):
+    first = go(jobs(4), workers=workers)
+    assert (first.trained, first.reused, first.failed) == (4, 0, 0)
+    second = go(jobs(6) + jobs(2, "qk_norm"), workers=workers)
+    assert (second.trained, second.reused, second.failed) == (4, 4, 0)
+    assert sorted(started(results)) == sorted(store.keys("exp", "smoke"))
+    df = store.load("exp")
+    assert len(df) == 8 and df.method.value_counts().to_dict() == {
+        "baseline": 6, "qk_norm": 2}
+    assert "4 trained, 4 reused, 0 failed" in repr(second)
+    assert (df.worker != os.getpid()).all() == (workers > 0)
+    assert not list((results / "exp" / "smoke").glob("*.claim"))
+
+
+def test_summary_is_frozen_and_nothing_to_do_is_fine(results):
+    summary = go([])
+    assert (summary.trained, summary.reused, summary.failed) == (0, 0, 0)
+    with pytest.raises(AttributeError): summary.trained = 3
+
+
+def test_a_run_that_raises_is_a_record_and_the_others_go_on(results):
+    some = jobs(4, n1="raise", n2="exit")
+    summary = go(some)
+    assert (summary.trained, summary.failed) == (2, 2)
+    df = store.load("exp").set_index("seed")
+    assert df.error[1].startswith("RuntimeError: a run that raises (test_sweep.py:")
+    assert df.error[2].startswith("SystemExit: 3") and df.verdict[1] == "error"
+    assert "seed=1" in summary.errors[0] and "method=baseline" in summary.errors[0]
+    assert go(some).reused == 4 and len(started(results)) == 4
+
+
+def test_retry_failed_trains_those_alone(results):
+    go(jobs(4, n1="raise", n2="raise"))
+    summary = go(jobs(4, n2="raise"), retry_failed=True)
+    assert (summary.trained, summary.reused, summary.failed) == (1, 2, 1)
+    df = store.load("exp").set_index("seed")
+    assert df.error[1] == "" and df.error[2] != ""
+
+
+def test_a_worker_that_dies_takes_nobody_with_it(results, tmp_path):
+    some = jobs(6, n1=f"die_once {tmp_path / 'once'}", n0="sleep 0.5", n2="sleep 0.5")
+    summary = go(some, workers=2)
+    assert (summary.trained, summary.failed) == (6, 0), summary
+    assert len(store.load("exp")) == 6
+
+
+def test_a_run_that_always_kills_its_worker_becomes_a_record(results):
+    summary = go(jobs(5, n1="die", n0="sleep 0.5", n2="sleep 0.5"), workers=2)
+    assert (summary.trained, summary.failed) == (4, 1), summary
+    df = store.load("exp").set_index("seed")
+    assert "worker process died 3 times" in df.error[1]
+    assert (df.error.drop(1) == "").all()
+
+
+def test_a_run_that_hangs_becomes_a_record(results):
+    summary = go(jobs(4, n1="hang"), workers=2, time_limit=1.0, grace=1.0)
+    assert (summary.trained, summary.failed) == (3, 1), summary
+    df = store.load("exp").set_index("seed")
+    assert df.error[1] == "hung: no answer 1 s past its time limit of 1 s"
+    assert summary.seconds < 60
+
+
+def test_time_limit_reaches_the_trainer(results):
+    seen = []
+
+    def look(run, deadline_seconds=None):
+        seen.append(deadline_seconds)
+        return result(run)
+    go(jobs(1), trainer=look, time_limit=7.5)
+    go(jobs(2), trainer=look)
+    assert seen == [7.5, None]
+    with pytest.raises(ValueError, match="above 0"): go(jobs(1), time_limit=0)
+
+
+SCRIPT = textwrap.dedent(f"""
+    import sys; sys.path.insert(0, {str(HERE)!r})
+    from test_sweep import go, jobs
+    print("ready", flush=True)
+    print(go(jobs(int(sys.argv[1]), all=sys.argv[2]), workers=int(sys.argv[3])), flush=True)
+""")
+
+
+def start(n, note, workers=2):
+    p = subprocess.Popen([sys.executable, "-c", SCRIPT, str(n), note, str(workers)],
+                         cwd=HERE.parent, text=True, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, start_new_session=True)
+    assert p.stdout.readline() == "ready\n"
+    return p
+
+
+def wait_for(condition, seconds=60):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end
+        time.sleep(0.05)
+
+
+def children(pid):
+    out = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True,
+                         text=True).stdout.split()
+    return [int(p) for p in out]
+
+
+def alive(pid):
+    try: return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except OSError: return False
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ctrl_c_stops_within_two_seconds_and_keeps_what_is_done(results, workers):
+    p = start(20, "sleep 0.4", workers)
+    wait_for(lambda: len(store.keys("exp", "smoke")) >= 3)
+    workers_then = children(p.pid)
+    begin = time.time()
+    os.killpg(p.pid, signal.SIGINT)
+    err = p.communicate(timeout=20)[1]
+    assert time.time() - begin < 2 and p.returncode != 0
+    assert "runs are stored; start the same sweep again" in err
+    wait_for(lambda: not any(map(alive, workers_then)), 3)
+    kept = store.keys("exp", "smoke")
+    df = store.load("exp")
+    assert 3 <= len(kept) == len(df) < 20 and (df.error == "").all()
+    again = go(jobs(20))
+    assert (again.trained, again.reused) == (20 - len(kept), len(kept))
+
+
+def test_killed_sweep_leaves_no_orphans_and_is_gone_on_with(results):
+    p = start(8, "sleep 1.5")
+    wait_for(lambda: len(store.keys("exp", "smoke")) >= 2)
+    wait_for(lambda: list((results / "exp" / "smoke").glob("*.claim")))
+    workers_then = children(p.pid)
+    assert len(workers_then) >= 2
+    p.kill()
+    p.wait(), p.stdout.close(), p.stderr.close()
+    wait_for(lambda: not any(map(alive, workers_then)), 5)
+    kept = store.keys("exp", "smoke")
+    assert 2 <= len(kept) < 8
+    again = go(jobs(8))
+    assert (again.trained, again.reused) == (8 - len(kept), len(kept))
+    assert not list((results / "exp" / "smoke").glob("*.claim"))
+
+
+def test_two_sweeps_on_one_store_share_the_work(results):
+    both = [start(12, "sleep 0.3") for _ in range(2)]
+    said = [p.communicate(timeout=120)[0] for p in both]
+    counts = [[int(w) for w in s.split() if w.isdigit()][:3] for s in said]
+    assert sum(c[0] for c in counts) == 12 and all(sum(c) == 12 for c in counts), said
+    assert sorted(started(results)) == sorted(store.keys("exp", "smoke"))
+
+
+def test_a_dask_worker_that_is_killed_loses_nothing(results, monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    from joblib import parallel_config
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True,
+                                  dashboard_address=None) as cluster, \
+            distributed.Client(cluster) as client, parallel_config(backend="dask"):
+        victim = list(client.run(os.getpid).values())[0]
+
+        def kill():
+            wait_for(lambda: len(store.keys("exp", "smoke")) >= 2)
+            os.kill(victim, signal.SIGKILL)
+        import threading
+        killer = threading.Thread(target=kill)
+        killer.start()
+        summary = go(jobs(12, all="sleep 0.3"), workers=None)
+        killer.join()
+    df = store.load("exp")
+    assert len(df) == 12 and (df.error == "").all() and summary.failed == 0
+    assert df.worker.nunique() >= 2 and os.getpid() not in set(df.worker)
+    assert len(started(results)) <= 14
+
+
+def test_claim_is_exclusive_and_given_back(tmp_path):
+    path = tmp_path / "k.claim"
+    with Claim(path) as a, Claim(path) as b:
+        assert a and not b and json.loads(path.read_text())["pid"] == os.getpid()
+    assert not path.exists()
+    with pytest.raises(ZeroDivisionError), Claim(path): 1 / 0
+    with Claim(path) as c: assert c
+
+
+def test_claim_of_a_dead_process_is_free_at_once(tmp_path):
+    code = ("import sys, os, signal; from stabbook.sweep import Claim\n"
+            "Claim(sys.argv[1], sweep='s').__enter__(); os.kill(os.getpid(), 9)")
+    path = tmp_path / "k.claim"
+    subprocess.run([sys.executable, "-c", code, str(path)], cwd=HERE.parent)
+    assert path.exists() and list(lab._abandoned(tmp_path, "s")) == ["k"]
+    assert lab._abandoned(tmp_path, "other") == {}
+    with Claim(path) as mine: assert mine
+
+
+def test_what_another_sweep_holds_is_waited_for(results):
+    import threading
+    some = jobs(3)
+    folder = store.prepare("exp", "smoke")
+    held = Claim(folder / f"{some[1].key}.claim", sweep="other")
+    assert held.__enter__()
+
+    def finish():
+        time.sleep(1.0)
+        store.save(result(some[1].run), "exp", "smoke", {"method": "baseline"})
+        held.__exit__()
+    other = threading.Thread(target=finish)
+    other.start()
+    summary = go(some)
+    other.join()
+    assert (summary.trained, summary.reused) == (2, 1)
+    assert some[1].key not in started(results)
+
+
+def test_full_disk_stops_the_sweep_with_the_remedy(results, monkeypatch):
+    go(jobs(2))
+
+    def full(fd): raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match="disk is full: free some space"): go(jobs(5))
+    monkeypatch.undo()
+    assert len(store.load("exp", results=results)) == 2
+
+
+def test_closed_folder_is_said_before_anything_is_trained(results, monkeypatch):
+    def closed(self, data): raise OSError(errno.EROFS, "Read-only file system")
+    monkeypatch.setattr(Path, "write_bytes", closed)
+    with pytest.raises(StoreError, match="cannot be written to"): go(jobs(2))
+    assert not (results.parent / "trace").exists()
+
+
+def test_damaged_files_are_named_and_not_overwritten(results):
+    go(jobs(3))
+    path = results / "exp" / "smoke" / f"{jobs(3)[1].key}.parquet"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(StoreError, match=f"(?s)1 runs of this sweep.*{path.name}"):
+        go(jobs(3))
+    assert path.stat().st_size == 100
+    path.unlink()
+    assert (go(jobs(3)).trained, len(store.load("exp"))) == (1, 3)
+
+
+def test_the_same_run_under_two_labels_is_refused(results):
+    run = Run()
+    with pytest.raises(ValueError, match="are the same run"):
+        go([Job(run, {"method": "a"}), Job(run, {"method": "b"})])
+    assert go([Job(run, {"method": "a"})] * 2).trained == 1
+
+
+def test_dry_run_trains_nothing_and_estimates_from_stored_times(results):
+    assert go(jobs(4), dry_run=True).seconds is None
+    assert not results.exists()
+    go(jobs(4))
+    plan = go(jobs(44), dry_run=True, workers=2)
+    assert (len(plan.jobs), plan.reused) == (40, 4)
+    assert plan.seconds == pytest.approx(40 * 0.2 / 2)
+    assert "40 to train, 4 stored" in repr(plan) and "and 20 more" in repr(plan)
+    assert go(jobs(4), dry_run=True).seconds == 0 and len(started(results)) == 4
+
+
+def test_progress_in_a_log_is_lines_and_failures_one_line_each(results, capsys):
+    go(jobs(30, all="sleep 0.1", n3="raise"), progress=True, every=1.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert "\r" not in "".join(lines)
+    states = [ln for ln in lines if " done (" in ln]
+    assert 2 <= len(states) <= 6 and states[-1].startswith("exp smoke: 30 of 30 done")
+    failed = [ln for ln in lines if "failed: " in ln]
+    assert len(failed) == 1 and "seed=3 failed: RuntimeError" in failed[0]
+    go(jobs(30), progress=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_run_log_has_one_json_line_a_sweep(results, tmp_path, monkeypatch):
+    monkeypatch.setenv("STABBOOK_RUN_LOG", str(tmp_path / "log"))
+    go(jobs(3, n0="raise")), go(jobs(3))
+    a, b = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert list(a) == ["experiment", "scale", "trained", "reused", "failed", "seconds"]
+    assert (a["trained"], a["failed"], b["reused"]) == (2, 1, 3)
+
+
+def test_parallel_config_is_honoured(results):
+    from joblib import parallel_config
+    with parallel_config(backend="threading", n_jobs=3):
+        assert lab._workers(None) == 3
+        summary = go(jobs(6, all="sleep 0.1"), workers=None)
+    assert summary.trained == 6 and set(store.load("exp").worker) == {os.getpid()}
+    with parallel_config(n_jobs=5): assert lab._workers(None) == 5
+    with pytest.raises(ValueError, match="from 0 up"): lab._workers(-1)
+
+
+def test_chunks_keep_models_together_and_end_small():
+    some = jobs(40) + jobs(40, "qk_norm") + jobs(7, "soft_cap")
+    chunks = lab._chunks(some, 2)
+    assert sorted(j.key for c in chunks for j in c) == sorted(j.key for j in some)
+    assert all(len({j.run.model for j in c}) == 1 for c in chunks)
+    assert [c[0].run.model for c in chunks[:2]] == ["baseline", "qk_norm"]
+    assert max(map(len, chunks)) == 8 and all(len(c) == 1 for c in chunks[-7:])
+
+
+def test_four_hundred_stored_runs_start_fast(results):
+    many = jobs(400)
+    go(many)
+    begin = time.process_time()
+    assert go(many, workers=2).reused == 400
+    assert time.process_time() - begin < 3
