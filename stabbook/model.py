@@ -18,7 +18,7 @@ from torch import Tensor
 from .attention import Attention, KVCache
 from .embedding import Embedding
 from .mlp import MLP
-from .norms import choice, make_norm
+from .norms import Norm, choice, make_norm
 from .reparam import LayerScale, SigmaReparamLinear
 from .residual import Block, ParallelBlock, placement
 from .rope import RotaryEmbedding
@@ -156,7 +156,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0):
-        "Draw each matrix from N(0, initializer_range²) with a generator of its own."
+        "Draw each matrix from N(0, initializer_range²) with a generator of its own; reset the rest."
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, SigmaReparamLinear, Embedding)):
                 # seeded by name, so that a method with more parameters leaves the others' draws alone
@@ -164,7 +164,10 @@ class Decoder(nn.Module):
                 draws = torch.randn(module.weight.shape, generator=g)
                 module.weight.copy_(draws * self.config.initializer_range)
                 if getattr(module, "bias", None) is not None: module.bias.zero_()
-            if isinstance(module, SigmaReparamLinear): module.reset_singular_vectors()
+            if isinstance(module, SigmaReparamLinear):
+                module.gamma.fill_(1.0)
+                module.reset_singular_vectors()
+            elif isinstance(module, (Norm, LayerScale)): module.reset_parameters()
 
     def make_cache(self) -> list[KVCache]:
         "An empty cache for token-by-token decoding."
@@ -202,5 +205,4 @@ def lm_loss(
     wide = logits if logits.dtype == torch.float64 else logits.float()
     nll = F.cross_entropy(wide.flatten(0, 1), targets.flatten())
     if not z_loss_multiplier: return nll, nll.detach()
-    kept = targets != -100
-    return nll + z_loss_multiplier * z_loss(wide[kept] if not kept.all() else wide), nll.detach()
+    return nll + z_loss_multiplier * z_loss(wide, targets != -100), nll.detach()

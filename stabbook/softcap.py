@@ -55,7 +55,9 @@ def soft_clip(
 # %% ../nbs/03_softcap.ipynb #44a17db7
 def z_loss(
     logits: Tensor,  # (..., V)
-) -> Tensor:  # Scalar, the mean of log²Z in fp32
+    kept: Tensor | None = None,  # (...) bool, the positions that count; None for all
+) -> Tensor:  # Scalar, the mean of log²Z, in fp32 or wider
     "Mean squared log-partition: a penalty that keeps output logits from drifting (PaLM, section 5)."
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.logsumexp(wide, -1).square().mean()
+    penalty = torch.logsumexp(wide, -1).square()
+    return penalty.mean() if kept is None else (penalty * kept).sum() / kept.sum().clamp_min(1)
