@@ -208,9 +208,9 @@ class Book:
         "What a notebook finds in its environment"
         return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
                 "STABBOOK_RESULTS": str(self.results), "STABBOOK_RUN_LOG": str(log),
-                "STABBOOK_WORKERS": str(workers)}
+                "LOKY_MAX_CPU_COUNT": str(workers)}     # what a sweep takes by itself
 
-    def run_page(self, name):
+    def run_page(self, name, workers=1):
         "Execute one page into the cache and write down how it went"
         parts, reads = self.depends(name)
         log = self.cache / f"{name}.runs"
@@ -220,7 +220,8 @@ class Book:
                   "when": date.today().isoformat()}
         try:
             record["seconds"] = execute(self.pages[name], self.cache / f"{name}.ipynb",
-                                        name, self.parameters(name), self.environ(1, log))
+                                        name, self.parameters(name),
+                                        self.environ(workers, log))
         except BuildError as error:
             record |= {"passed": False, "error": str(error)}
         sweeps = [json.loads(line) for line in log.read_text().splitlines()]
@@ -230,17 +231,23 @@ class Book:
         (self.cache / f"{name}.json").write_text(json.dumps(record, indent=1))
         return record
 
+    def haste(self, name):
+        "Long pages start first; before anything is known, experiments and late chapters"
+        place = list(self.pages).index(name)
+        return -self.record(name).get("seconds", 0), "experiments" not in name, -place
+
     def execute(self, jobs, force=False):
         "Run what has changed, the experiments before the pages that read them"
         late = [n for n in self.notebooks
                 if not n.startswith("experiments/") and self.depends(n)[1]]
-        early = sorted(set(self.notebooks) - set(late),
-                       key=lambda n: (not n.startswith("experiments/"), n))
+        early = [n for n in self.notebooks if n not in late]
+        workers = max(1, (os.cpu_count() or 1) // jobs)
         done, ran, failed = 0, [], []
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             for wave in (early, late):
                 why = {n: "asked for" if force else self.why_run(n) for n in wave}
-                todo = {pool.submit(self.run_page, n): n for n in wave if why[n]}
+                todo = {pool.submit(self.run_page, n, workers): n
+                        for n in sorted(wave, key=self.haste) if why[n]}
                 done += len(wave) - len(todo)
                 for future in as_completed(todo):
                     name, record, done = todo[future], future.result(), done + 1

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ENV = {**{k: v for k, v in os.environ.items() if k != "IN_TEST"},
        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLBACKEND": "Agg",
-       "STABBOOK_WORKERS": "1", "STABBOOK_RUN_LOG": "",
+       "LOKY_MAX_CPU_COUNT": "1", "STABBOOK_RUN_LOG": "",
        "STABBOOK_RESULTS": os.environ.get("STABBOOK_RESULTS",
                                           str(ROOT / "book" / "results"))}
 
