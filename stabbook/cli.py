@@ -88,8 +88,9 @@ def _table(title, rows, out=None):
     "Print rows of two or more cells as a table."
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
     table = Table(title=title, title_justify="left", show_header=False)
-    for row in rows: table.add_row(*map(str, row))
+    for row in rows: table.add_row(*(Text(str(cell)) for cell in row))
     Console(file=out or sys.stdout).print(table)
 
 def _show(record, method):

@@ -24,6 +24,7 @@ from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import stabbook
 from . import store
 from .data import unknown
 from .store import StoreError
@@ -187,7 +188,8 @@ def failure(
     lost = dict.fromkeys(("final_loss", "val_loss", "initial_loss",
                           "max_attention_logit"), float("nan"))
     summary = dict(lost, status="error", error=error[:1000] or "unknown error")
-    return Failure(run, summary, dict(wall_seconds=float(seconds)))
+    made = dict(version=stabbook.__version__, wall_seconds=float(seconds))
+    return Failure(run, summary, made)
 
 def _in_words(error):
     "An exception as one line, with the place where it was raised."
@@ -306,9 +308,10 @@ def _follow(parent):
 # %% ../nbs/17_sweep.ipynb #774f6658
 def _chunks(jobs, workers, largest=8):
     "Split into lists of jobs of one model each, smaller towards the end."
-    groups = {}
+    groups, same = {}, ("model", "batch_size", "sequence_length", "dtype")
     for job in jobs:
-        groups.setdefault(getattr(job.run, "model", None), []).append(job)
+        step = tuple(getattr(job.run, name, None) for name in same)
+        groups.setdefault(step, []).append(job)
     queues, out, left = list(groups.values()), [], len(jobs)
     while queues:
         active, queues = queues[:workers], queues[workers:]

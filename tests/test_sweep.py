@@ -163,7 +163,8 @@ SCRIPT = textwrap.dedent(f"""
     import sys; sys.path.insert(0, {str(HERE)!r})
     from test_sweep import go, jobs
     print("ready", flush=True)
-    print(go(jobs(int(sys.argv[1]), all=sys.argv[2]), workers=int(sys.argv[3])), flush=True)
+    n, note, workers = sys.argv[1:]
+    print(go(jobs(int(n), all=note), workers=int(workers)), flush=True)
 """)
 
 
