@@ -16,7 +16,8 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
-STATIC = Path(__file__).resolve().parents[1] / "_static"
+HERE = Path(__file__).resolve().parent
+STATIC = HERE.parent / "_static"
 MATHJAX = "sphinx-mathjax-offline"  # a folder with hyphens, never imported
 # One combined build, its fonts, and the TeX extensions it loads by itself.
 MATHJAX_PARTS = (
@@ -41,6 +42,7 @@ FIRST_PAINT = """
 
 def configure(app: Sphinx, config) -> None:
     "Serve `book/_static` from where it lies: style sheet, logo, icon, MathJax."
+    config.templates_path.append(str(HERE / "templates"))
     if str(STATIC) not in config.html_static_path:
         config.html_static_path.append(str(STATIC))
     linked = [f if isinstance(f, str) else f[0] for f in config.html_css_files]
@@ -48,7 +50,8 @@ def configure(app: Sphinx, config) -> None:
         config.html_css_files.append("custom.css")
     logo = str(STATIC / "logo.svg")
     config.html_theme_options.setdefault(
-        "logo", {"text": "stabbook", "image_light": logo, "image_dark": logo})
+        "logo", {"text": "stabbook", "alt_text": "stabbook, to the first page",
+                 "image_light": logo, "image_dark": logo})
     config.html_favicon = config.html_favicon or str(STATIC / "favicon.svg")
     config.mathjax_path = "mathjax/tex-chtml.js"
 
