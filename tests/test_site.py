@@ -21,6 +21,7 @@ SITE = Path(os.environ.get("STABBOOK_SITE", ROOT / "book" / "_build" / "html"))
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 QUIET = ("--no-sandbox", "--disable-background-networking", "--disable-sync",
          "--disable-component-update", "--disable-quic", "--disable-dev-shm-usage")
+PATIENCE = 120_000      # ms; a page takes half a second, unless the machine is busy
 WIDTHS = (375, 1100, 1440)
 REPOSITORY = "https://github.com/stabbook/stabbook"
 COLAB = "https://colab.research.google.com/github/stabbook/stabbook/blob/main/nbs/"
@@ -322,7 +323,8 @@ def browser():
     need(Path(CHROMIUM).exists(), "no Chromium: run `apt-get install chromium`")
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET,
+                                              timeout=PATIENCE)
         yield browser
         browser.close()
 
@@ -331,6 +333,7 @@ def browser():
 def shared(browser):
     "One tab for all tests, so that scripts and fonts are fetched and compiled once."
     context = browser.new_context()
+    context.set_default_timeout(PATIENCE)
     yield context.new_page()
     context.close()
 
@@ -492,6 +495,7 @@ def test_contrast_is_at_least_4_5(tab, pages, theme):
 
 def test_dark_readers_see_no_flash_of_white(browser, address, pages):
     context = browser.new_context(color_scheme="dark")
+    context.set_default_timeout(PATIENCE)
     page = context.new_page()
     page.add_init_script("""new MutationObserver((_, watch) => {
       if (!document.body) return;
@@ -568,7 +572,7 @@ def test_skip_link_search_and_solutions_by_keyboard(tab, pages):
     page.keyboard.type("norm")
     page.keyboard.press("Enter")
     page.wait_for_url("**/search.html?q=norm*")
-    page.wait_for_selector("#search-results li a", timeout=20_000)
+    page.wait_for_selector("#search-results li a")
 
 
 def test_one_search_box(tab, pages):
