@@ -379,6 +379,8 @@ def build(book, jobs=2, force=False, render=True):
 def run(book, experiment, scale, workers, given):
     "What `make reproduce` does: one experiment at a scale, training what is missing"
     known = book.experiments()
+    if not experiment:
+        raise BuildError(f"name an experiment: EXPERIMENT={' or '.join(known)}")
     if experiment not in known:
         raise BuildError(f"EXPERIMENT={experiment} is not one of {', '.join(known)}"
                          f"{nearest(experiment, known)}")
