@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PALETTE', 'SPARE', 'RC', 'LABELS', 'HOLLOW', 'PAPER_HIGHEST_LR', 'look', 'style', 'spread', 'loss_vs_lr',
-           'loss_panels', 'curves_band', 'divergence_curve', 'ranking', 'paper_vs_ours']
+           'loss_panels', 'curves_band', 'divergence_curve', 'divergence_map', 'ranking', 'paper_vs_ours']
 
 # %% ../nbs/18_plots.ipynb #882e79e2
 import difflib
@@ -419,6 +419,40 @@ def _share(ax, part, name, shift, half, confidence):
             ls=how["linestyle"], alpha=0.85)
     if half.kind == "fitted":
         ax.plot([half.estimate] * 2, [0.46, 0.54], color=how["color"], lw=2.5)
+
+# %% ../nbs/18_plots.ipynb #feaeec03
+def _sns():
+    "seaborn, or an error that names the extra."
+    try: import seaborn
+    except ImportError:
+        raise ImportError('this figure needs seaborn: pip install "stabbook[plots]"'
+                          ) from None
+    return seaborn
+
+def divergence_map(
+    runs: pd.DataFrame,  # method, learning_rate and diverged; one row per run
+    *,
+    methods=None,  # which, from top to bottom; None: all
+    ax=None,  # matplotlib axes to draw into; None: new ones
+):  # the axes
+    "How many runs of each cell diverged, as a map of methods and learning rates."
+    runs, methods = _need(runs, "learning_rate", "diverged", methods=methods)
+    cells = metrics.cell_counts(runs)
+    cells["share"] = cells.k / cells.n
+    cells["text"] = cells.k.astype(str) + "/" + cells.n.astype(str)
+    table = lambda c: cells.pivot(index="method", columns="learning_rate",
+                                  values=c).reindex(methods)
+    with style():
+        ax = _new(ax, figsize=(6.0, 0.36 * len(methods) + 1.0))
+        _sns().heatmap(table("share"), annot=table("text").fillna(""), fmt="",
+                       cmap="cividis_r", vmin=0, vmax=1, cbar=False, linewidths=1.5,
+                       linecolor="white", annot_kws={"size": 9.5}, ax=ax)
+        ax.set(xlabel=LABELS["learning_rate"], ylabel="")
+        ax.set_yticklabels(methods, rotation=0)
+        ax.set_xticklabels([f"{r:g}" for r in table("share").columns], rotation=0)
+        ax.tick_params(length=0)
+        _color_names(ax, methods)
+    return ax
 
 # %% ../nbs/18_plots.ipynb #75eae477
 def _off(kind):

@@ -134,6 +134,7 @@ def figures(runs):
                                   log_y=True).figure
     yield "divergence", P.divergence_curve(runs, methods=few).figure
     yield "divergence of ten", P.divergence_curve(runs).figure
+    yield "map of ten", P.divergence_map(runs).figure
     yield "ranking", P.ranking(runs).figure
     yield "ratios", P.ranking(runs, ratio_to="baseline").figure
     yield "paper", P.paper_vs_ours(runs)
