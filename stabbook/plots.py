@@ -445,7 +445,7 @@ def divergence_map(
     with style():
         ax = _new(ax, figsize=(6.0, 0.36 * len(methods) + 1.0))
         _sns().heatmap(table("share"), annot=table("text").fillna(""), fmt="",
-                       cmap="cividis_r", vmin=0, vmax=1, cbar=False, linewidths=1.5,
+                       cmap="Blues", vmin=0, vmax=1, cbar=False, linewidths=1.5,
                        linecolor="white", annot_kws={"size": 9.5}, ax=ax)
         ax.set(xlabel=LABELS["learning_rate"], ylabel="")
         ax.set_yticklabels(methods, rotation=0)
