@@ -243,7 +243,8 @@ class Book:
         early = [n for n in self.notebooks if n not in late]
         workers = max(1, (os.cpu_count() or 1) // jobs)
         done, ran, failed = 0, [], []
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+        try:
             for wave in (early, late):
                 why = {n: "asked for" if force else self.why_run(n) for n in wave}
                 todo = {pool.submit(self.run_page, n, workers): n
@@ -254,6 +255,12 @@ class Book:
                     say_page(done, len(self.notebooks), name, record, why[name])
                     ran.append(name)
                     failed += [record["error"]] if not record["passed"] else []
+        except BaseException:               # Ctrl-C: the kernels end with their parents
+            for process in list(pool._processes.values()):
+                process.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
         if failed:
             raise BuildError("\n  ".join([f"{len(failed)} pages failed:", *failed]))
         return ran
