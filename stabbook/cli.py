@@ -265,6 +265,7 @@ def _corpus():
     except (OSError, ValueError) as e: return "corpus wiki", "missing", e
     return "corpus wiki", "ok", f"{len(corpus.data):,} bytes, {corpus.fingerprint}"
 
+# %% ../nbs/19_cli.ipynb #f65d946d
 def _results():
     "Can results be written, and what is there?"
     from stabbook import store

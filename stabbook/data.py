@@ -261,6 +261,7 @@ def _read_hf(name):
                          "file and give its path")
     return "\n".join(t for t in rows["text"] if t).encode()
 
+# %% ../nbs/13_data.ipynb #5c1be864
 def _read_file(spec):
     "The bytes of a text file, or an error that says which names there are."
     path = Path(spec).expanduser()

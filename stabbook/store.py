@@ -108,6 +108,7 @@ def _forget(path):
     try: path.unlink(missing_ok=True)
     except OSError: pass
 
+# %% ../nbs/16_store.ipynb #36fdfdb7
 def _fsync_folder(folder):
     "Force the folder's own entry to the disk, where the system can do that."
     if not hasattr(os, "O_DIRECTORY"): return
@@ -151,6 +152,7 @@ def _arrow(value):
 LEAN = dict(compression="zstd", use_dictionary=False, write_statistics=False,
             store_schema=False)  # one row: a third of the size, read twice as fast
 
+# %% ../nbs/16_store.ipynb #b7ab3cf7
 def save(
     record,  # has run, summary, curves and provenance
     experiment: str,  # such as "learning_rate"
@@ -349,6 +351,7 @@ def curves(
     if wanted and not out: raise ValueError(unknown("curve", name, sorted(seen)))
     return out
 
+# %% ../nbs/16_store.ipynb #f1ee8fdc
 def stack(
     curves: dict,  # key -> (steps,), as `curves` returns them
     keys=None,  # which runs in which order, such as df.key; None: all

@@ -123,6 +123,7 @@ def _lock(fd):
     except OSError: return True  # a file system without locks
     return True
 
+# %% ../nbs/17_sweep.ipynb #476abd74
 class Claim:
     "The right to train one run: `with Claim(path) as mine:`, and `mine` may be False."
     def __init__(self,
@@ -132,7 +133,7 @@ class Claim:
 
     def __enter__(self):
         while True:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT)
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             if not _lock(fd): os.close(fd); return False
             if self._still(fd): break
             os.close(fd)  # it was given back between opening and locking
@@ -243,6 +244,7 @@ def _work(orders, jobs):
             return [*out, (job.key, "store", 0.0, str(error))]
     return out
 
+# %% ../nbs/17_sweep.ipynb #b1462715
 def _work_one(orders, job):
     "Train one job, unless it is stored or another process has it."
     if orders.stored(job.key): return job.key, "stored", 0.0, ""
@@ -303,7 +305,13 @@ def _settle(orders):
 def _follow(parent):
     "Leave when the parent has left."
     while os.getppid() == parent: time.sleep(0.5)
-    os._exit(1)
+    try: _kill_children()
+    finally: os._exit(1)
+
+def _kill_children():
+    "End what this process has started, such as a compiler."
+    for path in Path("/proc/self/task").glob("*/children"):
+        for child in path.read_text().split(): os.kill(int(child), signal.SIGKILL)
 
 # %% ../nbs/17_sweep.ipynb #774f6658
 def _chunks(jobs, workers, largest=8):
@@ -328,6 +336,7 @@ def _clock(seconds):
     if seconds < 90: return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
+# %% ../nbs/17_sweep.ipynb #b5dd72c3
 class _Progress:
     "Counts what appears in the folder; a bar on a terminal, lines elsewhere."
     def __init__(self, orders, jobs, done, on, every, stream=None):
@@ -363,7 +372,7 @@ class _Progress:
         if self.bar: self.bar.close()
         elif self.on and time.monotonic() - self.start > self.every: self._line()
 
-# %% ../nbs/17_sweep.ipynb #b5dd72c3
+# %% ../nbs/17_sweep.ipynb #2fa6e02f
 def _look(self: _Progress):
     "Find new files, say which runs failed, move the bar or print a line."
     with self.lock:
@@ -386,6 +395,7 @@ def _error_of(orders, key):
     except StoreError: return ""
     return row.get("error") or ""
 
+# %% ../nbs/17_sweep.ipynb #31b1c1d1
 def _describe(self: _Progress, key):
     "A job in a few words."
     run, labels = self.jobs[key].run, self.jobs[key].labels
@@ -426,6 +436,7 @@ class Summary:
         return (f"{self.experiment} {self.scale}: {self.trained} trained, "
                 f"{self.reused} reused, {self.failed} failed in {_clock(self.seconds)}")
 
+# %% ../nbs/17_sweep.ipynb #4f01ef05
 @dataclass(frozen=True, repr=False)
 class Plan:
     "What a call of `sweep` would do, and how long it would take."
@@ -485,6 +496,7 @@ def _workers(workers):
     try: return max(1, backend.effective_n_jobs(n if n is not None else -1))
     except Exception: return cpu_count()
 
+# %% ../nbs/17_sweep.ipynb #a32683cc
 def _outcomes(orders, chunks, workers):
     "Results of the chunks as they come, through joblib or in this process."
     if workers == 0:
@@ -510,6 +522,7 @@ def _died(error):
     "Did a worker die, and not merely a run?"
     return isinstance(error, BrokenExecutor) or type(error).__name__ == "KilledWorker"
 
+# %% ../nbs/17_sweep.ipynb #0c261ebe
 def _survive(orders, jobs, workers, largest):
     "Outcomes of all jobs, whatever dies on the way; busy ones are reported as such."
     queue, suspects, deaths, idle = list(jobs), [], {}, 0
@@ -541,7 +554,7 @@ def _survive(orders, jobs, workers, largest):
         stay = {j.key for j in suspects} | back
         queue = [j for j in queue if j.key not in stay and not orders.stored(j.key)]
 
-# %% ../nbs/17_sweep.ipynb #0c261ebe
+# %% ../nbs/17_sweep.ipynb #8f894ae2
 def _wait_for_dead(orders):
     "The runs that dead workers left, once all of them are dead."
     lost = {}
@@ -562,6 +575,7 @@ def _cause_of_death(orders, note, deaths):
     return (f"its worker process died {deaths} times (killed, perhaps because the "
             "machine ran out of memory)")
 
+# %% ../nbs/17_sweep.ipynb #62122e4a
 def _bury(orders, job, note, error):
     "Store the record of a run that killed its worker."
     seconds = time.time() - note.get("time", time.time())
@@ -636,6 +650,7 @@ def _free(orders, key):
     try: return _lock(fd)
     finally: os.close(fd)
 
+# %% ../nbs/17_sweep.ipynb #39b11b9d
 def _stopped(orders, jobs, watch):
     "Say what an interrupted sweep leaves behind."
     there = store.keys(orders.experiment, orders.scale, orders.results)

@@ -73,7 +73,7 @@ def test_run_prints_a_table_and_saves_on_demand(call, tmp_path):
     (["run", "--set", "hidden_size=17"], "17"),
     (["run", "--corpus", "wkii"], "did you mean 'wiki'?"),
     (["run", "--save", "x", "--scale", "smoek"], "did you mean 'smoke'?"),
-    (["run", "--steps", "many"], "many"),
+    (["run", "--steps", "many"], "integer"),
     (["run", "--stepps", "3"], "--steps"),
     (["sweep", "nothing.toml"], "no such file"),
     (["sweep", "x.toml", "--scale", "cpuu"], "did you mean 'cpu'?"),
@@ -182,3 +182,12 @@ def test_damaged_store_is_said_with_code_1(call, tmp_path):
     path.write_bytes(b"PAR1")
     out = call("sweep", tmp_path / "mine.toml", "--workers", "0", "--quiet")
     assert out.exit_code == 1 and path.name in out.stderr and "delete it" in out.stderr
+
+
+def test_ctrl_c_ends_with_130(call, tmp_path, monkeypatch):
+    from stabbook import sweep
+    (tmp_path / "mine.toml").write_text(SWEEP)
+
+    def interrupted(*args, **kwargs): raise KeyboardInterrupt
+    monkeypatch.setattr(sweep, "sweep", interrupted)
+    assert call("sweep", tmp_path / "mine.toml").exit_code == 130

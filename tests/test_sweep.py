@@ -388,3 +388,46 @@ def test_four_hundred_stored_runs_start_fast(results):
     begin = time.process_time()
     assert go(many, workers=2).reused == 400
     assert time.process_time() - begin < 3
+
+
+def test_same_bits_in_this_process_or_in_two_workers_in_any_order(results):
+    from stabbook.model import ModelConfig
+    from stabbook.train import Run as RealRun
+    base = RealRun(model=ModelConfig(hidden_size=16, num_hidden_layers=1), steps=6,
+                   corpus="markov:1,4,0,20000", sequence_length=16, warmup_steps=1)
+    real = lab.grid(base, ["baseline", "qk_norm"], learning_rate=[0.01, 0.1],
+                    seed=range(2))
+    sweep(real, "here", "smoke", workers=0, progress=False)
+    sweep(real[::-1], "there", "smoke", workers=2, progress=False)
+    here, there = store.load("here"), store.load("there")
+    assert len(here) == 8 and here.key.tolist() == there.key.tolist()
+    assert (here.threads == 1).all() and (there.threads == 1).all()
+    for column in "final_loss", "val_loss", "max_attention_logit":
+        assert here[column].tolist() == there[column].tolist()
+    for name in "loss", "grad_norm":
+        a, b = (store.curves(e, name=name) for e in ("here", "there"))
+        assert all(np.array_equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("axes, words", [
+    (dict(methods=["qknorm"]), "did you mean 'qk_norm'"),
+    (dict(learning_rte=[1]), "did you mean 'learning_rate'"),
+    (dict(hiden_size=[8]), "did you mean 'hidden_size'"),
+    (dict(model=[1]), "axis 'model' is not one of"),
+    (dict(hidden_size=[63]), "63"), (dict(seed=[-1]), "seed=-1"),
+    (dict(methods=["soft_cap", "baseline"], attn_logit_softcapping=[50.0]),
+     "are the same run")])
+def test_grids_that_cannot_be_are_refused(axes, words):
+    from stabbook.train import Run as RealRun
+    with pytest.raises(ValueError, match=words):
+        lab.grid(RealRun(corpus="markov:1,4,0,20000"), **axes)
+
+
+def test_grid_places_fields_and_normalises_numbers():
+    from stabbook.train import Run as RealRun
+    base = RealRun(corpus="markov:1,4,0,20000")
+    a = lab.grid(base, "qk_norm", learning_rate=1, **{"model.hidden_size": [32, 64]})
+    b = lab.grid(base, ["qk_norm"], learning_rate=np.array([1.0]), hidden_size=(32, 64))
+    assert [j.key for j in a] == [j.key for j in b] and len(a) == 2
+    assert a[0].labels == {"method": "qk_norm", "hidden_size": 32}
+    assert a[0].run.model.qk_norm == "layernorm" and a[1].run.learning_rate == 1.0
