@@ -11,53 +11,59 @@ import math
 import torch
 from torch import Tensor
 
-# %% ../nbs/03_softcap.ipynb #39c04e25
+# %% ../nbs/03_softcap.ipynb #bd6eb62c
 def check_cap(
     cap: float | None,  # None means no cap
     name: str = "cap",  # The field that the error names
 ) -> float | None:  # `cap`, if it is None or finite and above 0
     "Refuse a cap that would do harm silently."
     if cap is None: return None
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not math.isfinite(cap) or cap <= 0:
-        raise ValueError(f"{name}={cap!r} must be a finite number above 0, or None for no cap")
+    number = isinstance(cap, (int, float)) and not isinstance(cap, bool)
+    if not (number and math.isfinite(cap) and cap > 0):
+        raise ValueError(f"{name}={cap!r} must be a finite number above 0, "
+                         "or None for no cap")
     return float(cap)
 
-# %% ../nbs/03_softcap.ipynb #2ae74100
+# %% ../nbs/03_softcap.ipynb #6f8cd081
 def softcap(
     x: Tensor,  # Logits of any shape
-    cap: float | None,  # c; None returns x unchanged; ValueError if <= 0, NaN or infinite
+    cap: float | None,  # c; None returns x unchanged; ValueError as check_cap says
 ) -> Tensor:  # c·tanh(x/c): odd, slope 1 at zero, within [-c, c]
     "Squash logits smoothly into [-cap, cap] (Gemma 2, section 2)."
     if check_cap(cap) is None: return x
     return cap * torch.tanh(x / cap)
 
-# %% ../nbs/03_softcap.ipynb #b9d1af3d
+# %% ../nbs/03_softcap.ipynb #25eeb0a2
 def soft_temp(
     z: Tensor,  # Attention logits of any shape
-    beta: float = 0.5,  # Multiplier; below 1 damps (2410.16682: 0.5)
+    beta: float = 0.5,  # Multiplier above 0; below 1 damps (2410.16682: 0.5)
 ) -> Tensor:  # beta·z
     "Multiply logits by a constant below one before the softmax."
-    if not (math.isfinite(beta) and beta > 0):
+    number = isinstance(beta, (int, float)) and not isinstance(beta, bool)
+    if not (number and math.isfinite(beta) and beta > 0):
         raise ValueError(f"beta={beta!r} must be a finite number above 0")
     return beta * z
 
-# %% ../nbs/03_softcap.ipynb #bd6eb62c
+# %% ../nbs/03_softcap.ipynb #fc971a58
 def soft_clip(
     p: Tensor,  # Probabilities in [0, 1], any shape
     zeta: float = 1.03,  # Upper stretch, at least 1
     gamma: float = -0.03,  # Lower stretch, at most 0
-) -> Tensor:  # clip((zeta - gamma)·p + gamma, 0, 1): exact zeros and ones become reachable
-    "Stretch probabilities a little and clip them (Bondarenko et al. 2023, clipped softmax)."
-    if not (math.isfinite(zeta) and math.isfinite(gamma) and zeta >= 1 and gamma <= 0):
-        raise ValueError(f"zeta={zeta!r}, gamma={gamma!r}: zeta must be at least 1 and gamma at most 0")
+) -> Tensor:  # clip((zeta - gamma)·p + gamma, 0, 1): reaches 0 and 1 exactly
+    "Stretch probabilities a little and clip them (Bondarenko et al. 2023)."
+    finite = math.isfinite(zeta) and math.isfinite(gamma)
+    if not (finite and zeta >= 1 and gamma <= 0):
+        raise ValueError(f"zeta={zeta!r}, gamma={gamma!r}: zeta must be at least 1 "
+                         "and gamma at most 0")
     return ((zeta - gamma) * p + gamma).clamp(0, 1)
 
-# %% ../nbs/03_softcap.ipynb #44a17db7
+# %% ../nbs/03_softcap.ipynb #68b0ed50
 def z_loss(
     logits: Tensor,  # (..., V)
     kept: Tensor | None = None,  # (...) bool, the positions that count; None for all
 ) -> Tensor:  # Scalar, the mean of log²Z, in fp32 or wider
-    "Mean squared log-partition: a penalty that keeps output logits from drifting (PaLM, section 5)."
+    "Mean squared log-partition: holds output logits in place (PaLM, section 5)."
     wide = logits if logits.dtype == torch.float64 else logits.float()
     penalty = torch.logsumexp(wide, -1).square()
-    return penalty.mean() if kept is None else (penalty * kept).sum() / kept.sum().clamp_min(1)
+    if kept is None: return penalty.mean()
+    return (penalty * kept).sum() / kept.sum().clamp_min(1)

@@ -1,0 +1,256 @@
+"""Rotary embedding against Transformers, its invariances, dtypes, compile, bad input."""
+import shutil
+
+import pytest
+import torch
+
+from stabbook.norms import L2Norm, LayerNorm, RMSNorm
+from stabbook.rope import RotaryEmbedding, rope_frequencies, rotary_angles, rotate_pairs
+
+B, T, H, C = 2, 7, 3, 16
+layouts = pytest.mark.parametrize("interleaved", [False, True])
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def queries(dtype=torch.float32):
+    return torch.randn(B, T, H, C, dtype=torch.float64).to(dtype)
+
+
+# --- against Transformers
+
+def transformers_module(family):
+    pytest.importorskip("transformers")
+    from importlib import import_module
+    return import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+@pytest.mark.parametrize("family, interleaved, partial", [
+    ("llama", False, 1.0), ("cohere", True, 1.0), ("glm", True, 0.5),
+    ("glm4_moe", False, 0.5)])
+def test_equals_transformers(family, interleaved, partial):
+    module = transformers_module(family)
+    q, k, positions = queries(), queries(), torch.arange(T) + 1000
+    angles = positions.float()[:, None] * rope_frequencies(C, 10_000.0, partial)
+    twice = (angles.repeat_interleave(2, -1) if family == "cohere"
+             else torch.cat((angles, angles), -1))[None]
+    want = module.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2),
+                                       twice.cos(), twice.sin())
+    rotate = RotaryEmbedding(C, partial_rotary_factor=partial,
+                             interleaved=interleaved)(positions)
+    for ours, theirs in zip((rotate(q), rotate(k)), want):
+        assert torch.allclose(ours.transpose(1, 2), theirs, atol=1e-6)
+    other = RotaryEmbedding(C, partial_rotary_factor=partial,
+                            interleaved=not interleaved)(positions)
+    assert not torch.allclose(other(q).transpose(1, 2), want[0], atol=1e-2)
+
+
+def test_frequencies_equal_transformers():
+    module = transformers_module("llama")
+    from transformers import LlamaConfig
+    config = LlamaConfig(hidden_size=4 * C, num_attention_heads=4, head_dim=C)
+    cos, sin = module.LlamaRotaryEmbedding(config)(torch.empty(0), torch.arange(T)[None])
+    rotation = RotaryEmbedding(C)(torch.arange(T))
+    assert torch.allclose(rotation.cos[:, :, 0], cos, atol=1e-6)
+    assert torch.allclose(rotation.sin[:, :, 0], sin, atol=1e-6)
+
+
+# --- what a rotation keeps
+
+@layouts
+@pytest.mark.parametrize("partial", [0.25, 0.5, 1.0])
+def test_keeps_norms_and_inverts(interleaved, partial):
+    rope = RotaryEmbedding(C, partial_rotary_factor=partial, interleaved=interleaved)
+    x, positions = queries(torch.float64), torch.arange(T)
+    y = rope(positions, torch.float64)(x)
+    assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1), atol=1e-12)
+    assert torch.allclose(rope(-positions, torch.float64)(y), x, atol=1e-12)
+    assert not torch.allclose(y, x, atol=0.1)
+    assert torch.equal(y[..., int(C * partial):], x[..., int(C * partial):])
+
+
+@layouts
+def test_equals_complex_multiplication(interleaved):
+    x, positions = queries(torch.float64), torch.arange(T)
+    f = rope_frequencies(C).double()
+    turn = torch.polar(torch.ones(T, C // 2).double(), positions[:, None] * f)[:, None]
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    z = torch.complex(a, b) * turn
+    y = RotaryEmbedding(C, interleaved=interleaved)(positions, torch.float64)(x)
+    got = (y[..., ::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
+    assert torch.allclose(got[0], z.real, atol=1e-12)
+    assert torch.allclose(got[1], z.imag, atol=1e-12)
+
+
+def test_layouts_differ_by_a_permutation():
+    order = torch.arange(C).view(2, C // 2).T.flatten()
+    x, positions = queries(), torch.arange(T)
+    half, inter = RotaryEmbedding(C), RotaryEmbedding(C, interleaved=True)
+    assert torch.equal(inter(positions)(x[..., order]), half(positions)(x)[..., order])
+    assert not torch.allclose(inter(positions)(x), half(positions)(x), atol=0.1)
+
+
+def scores(q, k, rope, shift, before=lambda x: x, after=lambda x: x):
+    rotate = rope(torch.arange(T) + shift, torch.float64)
+    q, k = (after(rotate(before(x))) for x in (q, k))
+    return torch.einsum("bqhc,bkhc->bhqk", q, k)
+
+
+def tied(interleaved):
+    norm = RMSNorm(C).double()
+    pairs = torch.randn(C // 2).double()
+    norm.weight.data = pairs.repeat_interleave(2) if interleaved else pairs.repeat(2)
+    return norm
+
+
+def random_gain(norm):
+    norm.double().weight.data.normal_()
+    return norm
+
+
+@layouts
+@pytest.mark.parametrize("name, make, safe", [
+    ("no norm", lambda i: (lambda x: x), True),
+    ("rms", lambda i: RMSNorm(C, gain=False), True),
+    ("l2", lambda i: L2Norm(C), True),
+    ("tied", tied, True),
+    ("tied for the other layout", lambda i: tied(not i), False),
+    ("gain", lambda i: random_gain(RMSNorm(C)), False),
+    ("layernorm", lambda i: LayerNorm(C, gain=False), False)])
+def test_shift_by_37(interleaved, name, make, safe):
+    rope, norm = RotaryEmbedding(C, interleaved=interleaved), make(interleaved)
+    q, k = queries(torch.float64), queries(torch.float64)
+    gap = lambda **where: (scores(q, k, rope, 37, **where)
+                           - scores(q, k, rope, 0, **where)).abs().max().item()
+    assert gap(before=norm) < 1e-11                  # before the rotation all are safe
+    if safe: assert gap(after=norm) < 1e-11
+    else: assert gap(after=norm) > 1e-2
+
+
+@layouts
+def test_commutes_to_1e_15(interleaved):
+    rotate = RotaryEmbedding(C, interleaved=interleaved)(torch.arange(T), torch.float64)
+    x = queries(torch.float64)
+    for norm in (RMSNorm(C, gain=False), tied(interleaved)):
+        assert (norm(rotate(x)) - rotate(norm(x))).abs().max() < 5e-15
+    broken = random_gain(RMSNorm(C))
+    assert (broken(rotate(x)) - rotate(broken(x))).abs().max() > 0.5
+
+
+def test_only_the_difference_of_positions_counts_but_it_does_count():
+    rope, q, k = RotaryEmbedding(C), queries(torch.float64), queries(torch.float64)
+    one = rope(torch.tensor([3]), torch.float64)
+    two = rope(torch.tensor([4]), torch.float64)
+    z = lambda a, b: (a(q[:, :1]) * b(k[:, :1])).sum(-1)
+    assert torch.allclose(z(one, one), (q[:, :1] * k[:, :1]).sum(-1))
+    assert (z(two, one) - z(one, one)).abs().max() > 1e-2
+
+
+# --- positions and dtypes
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_position_dtypes_agree(dtype):
+    x, rope = queries(), RotaryEmbedding(C)
+    assert torch.equal(rope(torch.arange(T).to(dtype))(x), rope(torch.arange(T))(x))
+
+
+def test_positions_per_sequence():
+    x, rope = queries(), RotaryEmbedding(C)
+    positions = torch.stack((torch.arange(T), torch.arange(T) + 5))
+    y = rope(positions)(x)
+    for b in range(B):
+        assert torch.allclose(y[b:b + 1], rope(positions[b])(x[b:b + 1]), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_positions_in_half_precision_are_refused(dtype):
+    with pytest.raises(ValueError, match="give integers"):
+        RotaryEmbedding(C)(torch.arange(4).to(dtype))
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_keeps_dtype_on_views(dtype, interleaved):
+    x = torch.randn(B, H, T, 2 * C).to(dtype).transpose(1, 2)[..., ::2]
+    rotate = RotaryEmbedding(C, interleaved=interleaved)(torch.arange(T), dtype)
+    assert not x.is_contiguous() and rotate(x).dtype == dtype
+    assert torch.equal(rotate(x), rotate(x.contiguous()))
+
+
+def test_a_bf16_model_keeps_fp32_angles_far_out():
+    far = torch.tensor([100_000])
+    model = torch.nn.ModuleDict({"rope": RotaryEmbedding(C)}).bfloat16()
+    truth = far.double()[:, None] * rope_frequencies(C).double()
+    got = model["rope"](far, torch.bfloat16).cos[0, :, 0, :C // 2]
+    assert got.dtype == torch.float32
+    assert (got - truth.cos()).abs().max() < 0.01
+    cast = far.float()[:, None] * rope_frequencies(C).bfloat16().float()
+    assert (cast.cos() - truth.cos()).abs().max() > 0.5
+    assert list(model.state_dict()) == []
+
+
+def test_fp64_angles_do_not_go_through_fp32():
+    rotation = RotaryEmbedding(C)(torch.tensor([123_457]), torch.float64)
+    truth = 123_457 * rope_frequencies(C).double()
+    assert (rotation.cos[0, 0, 0, :C // 2] - truth.cos()).abs().max() < 1e-12
+
+
+# --- compile
+
+@layouts
+def test_compiles_as_one_graph(interleaved):
+    rope = RotaryEmbedding(C, partial_rotary_factor=0.5, interleaved=interleaved)
+    f = lambda x, positions: rope(positions)(x)
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    a, b = queries().requires_grad_(), None
+    b = a.detach().clone().requires_grad_()
+    up = torch.randn(B, T, H, C)
+    compiled(a, torch.arange(T)).backward(up), f(b, torch.arange(T)).backward(up)
+    assert torch.allclose(a.grad, b.grad, atol=1e-6)
+    assert torch.allclose(compiled(a, torch.arange(T)), f(b, torch.arange(T)), atol=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
+def test_compiles_with_inductor():
+    f = lambda x, positions: RotaryEmbedding(C)(positions)(x)
+    x, positions = queries(), torch.arange(T) + 500
+    got = torch.compile(f, fullgraph=True)(x, positions)
+    assert torch.allclose(got, f(x, positions), atol=1e-4)
+
+
+def test_gradcheck():
+    rotate = RotaryEmbedding(4)(torch.arange(2), torch.float64)
+    x = torch.randn(1, 2, 1, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(rotate, (x,))
+
+
+# --- bad input
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: RotaryEmbedding(7), "head_dim=7.*must be even and above 0"),
+    (lambda: RotaryEmbedding(8, partial_rotary_factor=0.1), "gives 0 rotary channels"),
+    (lambda: RotaryEmbedding(8, partial_rotary_factor=1.5), r"must be in \(0, 1\]"),
+    (lambda: RotaryEmbedding(8, partial_rotary_factor=float("nan")), r"in \(0, 1\]"),
+    (lambda: RotaryEmbedding(8, rope_theta=0.0), "rope_theta=0.0 must be above 0"),
+    (lambda: RotaryEmbedding(8)(torch.arange(2))(torch.ones(1, 2, 1, 16)),
+     "16 channels a head.*head_dim=8")])
+def test_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@layouts
+def test_rotate_pairs_is_a_quarter_turn(interleaved):
+    x = torch.randn(3, 8)
+    y = rotate_pairs(x, interleaved)
+    assert torch.equal(rotate_pairs(y, interleaved), -x)
+    assert ((x * y).sum(-1)).abs().max() < 1e-6
+
+
+def test_angles_have_both_channels_of_a_pair():
+    f = torch.tensor([1.0, 0.5])
+    assert rotary_angles(torch.tensor([2]), f).tolist() == [[[2, 1, 2, 1]]]
+    assert rotary_angles(torch.tensor([2]), f, True).tolist() == [[[2, 2, 1, 1]]]
