@@ -15,6 +15,7 @@ import sys
 import time
 
 SCALES = ("smoke", "cpu", "gpu")
+CELL_SECONDS = int(os.environ.get("STABBOOK_CELL_SECONDS", 900))     # in a book build
 DIRECTIVE = re.compile(r"^\s*#\s*\|\s*(\S.*?)?\s*$")
 
 
@@ -162,7 +163,7 @@ def execute(source, target, name, parameters, environ, live=False):
             papermill.execute_notebook(
                 runnable(notebook), target, parameters=parameters,
                 kernel_name="python3", cwd=source.parent, progress_bar=False,
-                start_timeout=120, execution_timeout=None if live else 900,
+                start_timeout=120, execution_timeout=None if live else CELL_SECONDS,
                 stdout_file=sys.stdout if live else None,
                 stderr_file=stderr if live else None)
     except PapermillExecutionError:
