@@ -12,17 +12,22 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .norms import RMSNorm, make_norm
+from .norms import NORMS, RMSNorm, choice, make_norm
 
-# %% ../nbs/07_embedding.ipynb #76d46d29
+# %% ../nbs/07_embedding.ipynb #41f2a17f
 def l2_embedding_norm(
     e: Tensor,  # (..., D) embeddings
 ) -> Tensor:  # (..., D), every row of length √D; a zero row stays zero
-    "The article's e/‖e‖·√d: an RMSNorm without gain and with eps 0, made safe for zero rows."
-    length = e.norm(dim=-1, keepdim=True)
-    return torch.where(length > 0, e / length.clamp_min(torch.finfo(e.dtype).tiny), 0) * math.sqrt(e.shape[-1])
+    "The article's e/‖e‖·√d: RMSNorm without gain, with eps 0, safe for zero rows."
+    wide = e if e.dtype == torch.float64 else e.float()
+    # the largest entry is taken out first: the square of a small one would vanish
+    largest = wide.detach().abs().amax(-1, keepdim=True)
+    wide = wide / torch.where(largest > 0, largest, 1.0)
+    square = wide.square().sum(-1, keepdim=True)
+    length = torch.where(largest > 0, square, 1.0).sqrt()
+    return (wide / length * math.sqrt(e.shape[-1])).to(e.dtype)
 
-# %% ../nbs/07_embedding.ipynb #16b88168
+# %% ../nbs/07_embedding.ipynb #e241459a
 class Embedding(nn.Module):
     "Token embedding, optionally multiplied by a constant, optionally normalised."
     def __init__(
@@ -30,27 +35,39 @@ class Embedding(nn.Module):
         vocab_size: int,  # V
         hidden_size: int,  # D
         *,
-        embed_scale: float | None = None,  # Multiplies every row; Gemma: √D, rounded to the weight's dtype
-        embedding_norm: str | None = None,  # "rmsnorm" (nanochat), "layernorm" (BLOOM) or "l2" (nGPT)
+        embed_scale: float | None = None,  # Multiplies every row; Gemma: √D
+        embedding_norm: str | None = None,  # "rmsnorm", "layernorm" or "l2"
         embedding_norm_gain: bool = False,  # nanochat has none, BLOOM has one
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        if embed_scale is not None and not (math.isfinite(embed_scale) and embed_scale > 0):
-            raise ValueError(f"embed_scale={embed_scale} must be a finite number above 0, or None")
+        for name, size in dict(vocab_size=vocab_size, hidden_size=hidden_size).items():
+            if size < 1: raise ValueError(f"{name}={size} must be at least 1")
+        good = embed_scale is None or math.isfinite(embed_scale) and embed_scale > 0
+        if not good:
+            raise ValueError(f"embed_scale={embed_scale} must be a finite number "
+                             "above 0, or None for no scale")
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.embed_scale = embed_scale
         self.norm = None if embedding_norm is None else make_norm(
-            embedding_norm, hidden_size, norm_eps, gain=embedding_norm_gain, bias=embedding_norm_gain)
+            choice("embedding_norm", embedding_norm, NORMS), hidden_size, norm_eps,
+            gain=embedding_norm_gain, bias=embedding_norm_gain)
         self.reset_parameters()
 
-    def reset_parameters(self): nn.init.normal_(self.weight, std=0.02)
+    def reset_parameters(self):
+        "Draw the table from N(0, 0.02²)."
+        nn.init.normal_(self.weight, std=0.02)
 
-    def forward(
-        self,
-        ids: Tensor,  # (B, T) token ids
-    ) -> Tensor:  # (B, T, D)
-        e = nn.functional.embedding(ids, self.weight)
-        # the constant is rounded to the dtype of the weights, as Gemma's checkpoints expect
-        if self.embed_scale is not None: e = e * torch.tensor(self.embed_scale, dtype=e.dtype, device=e.device)
-        return e if self.norm is None else self.norm(e)
+# %% ../nbs/07_embedding.ipynb #c16b26d2
+def _forward(
+    self: Embedding,
+    ids: Tensor,  # (B, T) token ids
+) -> Tensor:  # (B, T, D)
+    "Look up, scale, normalise."
+    e = nn.functional.embedding(ids, self.weight)
+    # the constant is rounded to the dtype of the weights, as Gemma's checkpoints expect
+    if self.embed_scale is not None:
+        e = e * torch.tensor(self.embed_scale, dtype=e.dtype, device=e.device)
+    return e if self.norm is None else self.norm(e)
+
+Embedding.forward = _forward

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from .norms import choice
 
-# %% ../nbs/06_mlp.ipynb #c02d0a3e
-def relu2(x: Tensor) -> Tensor:
+# %% ../nbs/06_mlp.ipynb #4004cc0a
+def relu2(
+    x: Tensor,  # Any shape
+) -> Tensor:  # max(x, 0)², same shape
     "Squared ReLU (So et al. 2021, Primer)."
     return F.relu(x).square()
 
@@ -25,29 +27,33 @@ gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 GATED = {"swiglu": F.silu, "geglu": gelu_tanh}  # Gemma's GeGLU uses the tanh form
 
-# %% ../nbs/06_mlp.ipynb #4004cc0a
+# %% ../nbs/06_mlp.ipynb #67038749
 class MLP(nn.Module):
     "Two projections around an activation, or three with a gate (Shazeer 2020)."
     def __init__(
         self,
         hidden_size: int,  # D
-        intermediate_size: int,  # F; 4·D for a plain MLP, 8/3·D gives a gated one as many weights
+        intermediate_size: int,  # F; 4·D plain; gated, 8/3·D has as many weights
         activation: str = "gelu",  # "gelu", "gelu_tanh", "relu2", "swiglu" or "geglu"
         *,
         bias: bool = False,
-        linear: Callable[..., nn.Module] = nn.Linear,  # SigmaReparamLinear for σReparam
+        linear: Callable[..., nn.Module] = nn.Linear,  # Or SigmaReparamLinear
     ):
         super().__init__()
         choice("activation", activation, (*ACTIVATIONS, *GATED))
-        if intermediate_size < 1: raise ValueError(f"intermediate_size={intermediate_size} must be at least 1")
+        for name, size in dict(hidden_size=hidden_size,
+                               intermediate_size=intermediate_size).items():
+            if size < 1: raise ValueError(f"{name}={size} must be at least 1")
         self.activation = activation
-        self.gate_proj = linear(hidden_size, intermediate_size, bias=bias) if activation in GATED else None
-        self.up_proj = linear(hidden_size, intermediate_size, bias=bias)
+        widen = partial(linear, hidden_size, intermediate_size, bias=bias)
+        self.gate_proj = widen() if activation in GATED else None
+        self.up_proj = widen()
         self.down_proj = linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(
         self,
         x: Tensor,  # (B, T, D)
     ) -> Tensor:  # (B, T, D)
-        if self.gate_proj is None: return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
-        return self.down_proj(GATED[self.activation](self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_proj is None: inner = ACTIVATIONS[self.activation](self.up_proj(x))
+        else: inner = GATED[self.activation](self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(inner)
