@@ -135,9 +135,11 @@ def _end_labels(ax, ends, size=9.5):
     gap = size * 1.25 / 72 * ax.figure.dpi / ax.get_window_extent().height
     for (name, (x, y, color)), (_, f), place in zip(ends.items(), frac,
                                                     spread(frac[:, 1], gap)):
-        line = dict(arrowstyle="-", color=color, lw=0.7, alpha=0.7, shrinkA=1, shrinkB=4)
+        line = dict(arrowstyle="-", color=color, lw=0.7, alpha=0.7, shrinkA=1,
+                    shrinkB=4)
         ax.annotate(str(name), (x, y), (1.04, place), "data", "axes fraction",
-                    color=_dark(color), fontsize=size, va="center", annotation_clip=False,
+                    color=_dark(color), fontsize=size, va="center",
+                    annotation_clip=False,
                     arrowprops=line)
 
 def _dark(color):
@@ -508,6 +510,7 @@ def _dots(ax, shown, label, ends=None):
     ax.set(ylim=(-0.6, len(rows) - 0.4), xlabel=label)
     _decimal_axis(ax, left, right)
 
+# %% ../nbs/18_plots.ipynb #474a04e1
 def _color_names(ax, names):
     "Method names at the side in the colours of the methods."
     for tick, m in zip(ax.get_yticklabels(), names):
@@ -563,8 +566,8 @@ def paper_vs_ours(
             _multiples(ax, side, rows, title)
         every = [v for side in sides for v, _ in side.values()]
         for ax in axes: _decimal_axis(ax, min(*every, 0.9), max(every) * 2.2)
-        fig.supxlabel(f"highest stable learning rate, as a multiple of the {reference}'s",
-                      fontsize=10.5)
+        fig.supxlabel("highest stable learning rate, as a multiple of the "
+                      f"{reference}'s", fontsize=10.5)
     return fig
 
 # %% ../nbs/18_plots.ipynb #3024d4b2
