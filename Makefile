@@ -1,7 +1,7 @@
 # stabbook: two commands, `make book` and `make test`; `make help` lists the rest.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help book test serve reproduce export clean lock
+.PHONY: help book test serve reproduce export readme clean lock
 
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -40,6 +40,9 @@ export: $(READY) ## write stabbook/ anew from the notebooks
 
 clean: ## delete what the build made (not .venv, not the results)
 	rm -rf book/_stage book/_build book/_cache build dist *.egg-info
+
+readme: $(READY) ## write the README's result table and picture from the store
+	@$(PY) book/readme.py
 
 lock: ## resolve settings.ini again and write requirements.lock
 	@$(PYTHON) book/install.py lock
