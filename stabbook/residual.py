@@ -13,32 +13,35 @@ from torch import Tensor
 
 from .norms import choice
 
-# %% ../nbs/09_residual.ipynb #cdcc07ef
+# %% ../nbs/09_residual.ipynb #99a3fb82
 PLACEMENTS = ("pre", "post", "reordered", "sandwich", "none")
 ALIASES = {"peri": "sandwich", "swin": "reordered", "output": "reordered"}
 
 def placement(
     name: str,  # One of PLACEMENTS, "parallel", or an alias
+    field: str = "norm_placement",  # What the error calls it
 ) -> str:  # The name that this book uses
     "Resolve an alias, or raise with the valid names."
-    return choice("norm_placement", ALIASES.get(name, name), (*PLACEMENTS, "parallel"))
+    if isinstance(name, str): name = ALIASES.get(name, name)
+    return choice(field, name, (*PLACEMENTS, "parallel"))
 
-# %% ../nbs/09_residual.ipynb #22bb4438
+# %% ../nbs/09_residual.ipynb #b1401c62
 class Residual(nn.Module):
     "x plus a branch f, with the norm where `norm_placement` says."
     def __init__(
         self,
         branch: nn.Module,  # f: (B, T, D) -> (B, T, D)
         make_norm: Callable[[], nn.Module],  # Called once for each norm that is needed
-        norm_placement: str = "pre",  # "pre", "post", "reordered", "sandwich" or "none"
+        norm_placement: str = "pre",  # One of PLACEMENTS, or an alias
         scale: nn.Module | None = None,  # LayerScale, applied to the branch last
     ):
         super().__init__()
-        self.norm_placement = choice("norm_placement", ALIASES.get(norm_placement, norm_placement), PLACEMENTS)
+        place = self.norm_placement = placement(norm_placement)
+        choice("norm_placement", place, PLACEMENTS)  # parallel needs two branches
         self.branch, self.scale = branch, scale
-        self.norm_in = make_norm() if self.norm_placement in ("pre", "sandwich") else None
-        self.norm_out = make_norm() if self.norm_placement in ("reordered", "sandwich") else None
-        self.norm_stream = make_norm() if self.norm_placement == "post" else None
+        self.norm_in = make_norm() if place in ("pre", "sandwich") else None
+        self.norm_out = make_norm() if place in ("reordered", "sandwich") else None
+        self.norm_stream = make_norm() if place == "post" else None
 
     def forward(
         self,
@@ -51,7 +54,7 @@ class Residual(nn.Module):
         y = x + y
         return y if self.norm_stream is None else self.norm_stream(y)
 
-# %% ../nbs/09_residual.ipynb #25f36eac
+# %% ../nbs/09_residual.ipynb #fb388bc7
 class Block(nn.Module):
     "Attention, then the MLP, each with its own residual."
     def __init__(
@@ -60,17 +63,19 @@ class Block(nn.Module):
         mlp: nn.Module,  # (B, T, D) -> (B, T, D)
         make_norm: Callable[[], nn.Module],  # Called once for each norm that is needed
         *,
-        attention_norm_placement: str = "pre",
-        mlp_norm_placement: str = "pre",
-        make_scale: Callable[[], nn.Module | None] = lambda: None,  # LayerScale of each branch
+        attention_norm_placement: str = "pre",  # One of PLACEMENTS, or an alias
+        mlp_norm_placement: str = "pre",  # Need not be the same
+        make_scale: Callable[[], nn.Module | None] = lambda: None,  # LayerScale, if any
     ):
         super().__init__()
-        self.attention = Residual(attention, make_norm, attention_norm_placement, make_scale())
+        self.attention = Residual(attention, make_norm, attention_norm_placement,
+                                  make_scale())
         self.mlp = Residual(mlp, make_norm, mlp_norm_placement, make_scale())
 
-    def forward(self, x: Tensor, *args) -> Tensor: return self.mlp(self.attention(x, *args))
+    def forward(self, x: Tensor, *args) -> Tensor:
+        return self.mlp(self.attention(x, *args))
 
-# %% ../nbs/09_residual.ipynb #f5da1814
+# %% ../nbs/09_residual.ipynb #845a46dc
 class ParallelBlock(nn.Module):
     "Attention and MLP read the same norm and are added together (Command-R, ViT-22B)."
     def __init__(
@@ -79,7 +84,7 @@ class ParallelBlock(nn.Module):
         mlp: nn.Module,  # As in Block
         make_norm: Callable[[], nn.Module],  # Called once
         *,
-        make_scale: Callable[[], nn.Module | None] = lambda: None,  # LayerScale of each branch
+        make_scale: Callable[[], nn.Module | None] = lambda: None,  # LayerScale, if any
     ):
         super().__init__()
         self.norm_in, self.attention, self.mlp = make_norm(), attention, mlp
@@ -88,5 +93,6 @@ class ParallelBlock(nn.Module):
     def forward(self, x: Tensor, *args) -> Tensor:
         y = self.norm_in(x)
         a, m = self.attention(y, *args), self.mlp(y)
-        if self.attention_scale is not None: a, m = self.attention_scale(a), self.mlp_scale(m)
+        if self.attention_scale is not None:
+            a, m = self.attention_scale(a), self.mlp_scale(m)
         return x + a + m

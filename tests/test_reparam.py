@@ -1,0 +1,183 @@
+"σReparam, LayerScale and QK-clip: what the chapter does not show"
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stabbook.attention import Attention
+from stabbook.model import Decoder, ModelConfig
+from stabbook.reparam import LayerScale, SigmaReparamLinear, qk_clip_, qk_clip_factors
+
+
+def layer(rows=12, columns=16, dtype=torch.float64, **kwargs):
+    torch.manual_seed(0)
+    out = SigmaReparamLinear(columns, rows, **kwargs).to(dtype)
+    out.reset_singular_vectors()
+    return out
+
+
+# ------------------------------------------------------------------ σReparam
+
+def test_power_iteration_converges_to_the_largest_singular_value():
+    m = layer()
+    with torch.no_grad(): m.weight.normal_(); m.u.normal_().div_(m.u.norm())
+    for _ in range(500): m.power_iterate()
+    torch.testing.assert_close(m.sigma(), torch.linalg.svdvals(m.weight)[0])
+
+
+def test_estimate_is_a_stretch_that_occurs_and_never_too_large():
+    m = layer()
+    for _ in range(20):
+        with torch.no_grad(): m.weight.add_(0.1 * torch.randn_like(m.weight))
+        m.power_iterate()
+        assert 0 < m.sigma() <= torch.linalg.svdvals(m.weight)[0] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("gamma", [1.0, -2.5, 0.3])
+def test_spectral_norm_of_the_effective_weight_is_gamma(gamma):
+    m = layer().eval()
+    with torch.no_grad(): m.gamma.fill_(gamma)
+    norm = torch.linalg.svdvals(m(torch.eye(16, dtype=torch.float64)).T)[0]
+    assert norm.item() == pytest.approx(abs(gamma), rel=1e-9)
+
+
+def test_gradient_equals_the_one_through_an_exact_decomposition():
+    m, x = layer(), torch.randn(7, 16, dtype=torch.float64)
+    m.eval()
+    loss = m(x).pow(3).sum()
+    exact = (m.gamma * F.linear(x, m.weight / torch.linalg.svdvals(m.weight)[0])).pow(3).sum()
+    for p in (m.weight, m.gamma):
+        got, = torch.autograd.grad(loss, p, retain_graph=True)
+        want, = torch.autograd.grad(exact, p, retain_graph=True)
+        torch.testing.assert_close(got, want)
+
+
+def test_gradcheck_with_the_vectors_held():
+    m = layer(3, 4).eval()
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    call = lambda x, w, g: torch.func.functional_call(m, {"weight": w, "gamma": g}, x)
+    assert torch.autograd.gradcheck(call, (x, m.weight, m.gamma))
+
+
+def test_only_training_moves_the_vectors():
+    m = layer()
+    with torch.no_grad(): m.weight.add_(torch.randn_like(m.weight))
+    u = m.u.clone()
+    m.eval(); m(torch.ones(16, dtype=torch.float64)); assert torch.equal(m.u, u)
+    m.train(); m(torch.ones(16, dtype=torch.float64)); assert not torch.equal(m.u, u)
+
+
+def test_state_dict_brings_the_vectors_along():
+    m, x = layer(bias=True).eval(), torch.randn(3, 16, dtype=torch.float64)
+    with torch.no_grad(): m.weight.normal_(); m.bias.normal_(); m.power_iterate()
+    other = SigmaReparamLinear(16, 12, bias=True).double().eval()
+    other.load_state_dict(m.state_dict())
+    assert {"u", "v", "gamma"} <= m.state_dict().keys()
+    assert torch.equal(other(x), m(x))
+
+
+@pytest.mark.parametrize("dtype,rtol", [(torch.bfloat16, 0.02), (torch.float64, 1e-9)])
+def test_every_dtype(dtype, rtol):
+    m, x = layer(64, 48), torch.randn(5, 48)
+    want = m(x.double())
+    low = layer(64, 48).to(dtype)
+    y = low(x.to(dtype))
+    assert y.dtype == dtype and low.sigma().dtype in (torch.float32, torch.float64)
+    assert ((y.double() - want).norm() / want.norm()).item() < rtol
+    y.sum().backward()
+    assert low.weight.grad.isfinite().all()
+
+
+def test_sigma_stays_wide_under_autocast():
+    m, x = layer(dtype=torch.float32), torch.randn(5, 16)
+    m.eval()
+    before = m.sigma().item()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m(x)
+        y.float().sum().backward()
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), m(x), rtol=0.05, atol=0.01)
+    assert m.sigma().item() == before
+
+
+def test_a_model_trains_under_autocast():
+    model = Decoder(ModelConfig(num_hidden_layers=1, sigma_reparam=True)).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.arange(12).view(2, 6)).float().square().mean()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_views_that_are_not_contiguous():
+    m, x = layer().eval(), torch.randn(16, 5, dtype=torch.float64).T
+    torch.testing.assert_close(m(x), m(x.contiguous()))
+
+
+# ------------------------------------------------------------------ LayerScale
+
+def test_layer_scale_is_a_gain_per_channel():
+    m, x = LayerScale(4, 0.5), torch.randn(2, 4)
+    with torch.no_grad(): m.weight.copy_(torch.tensor([1., 2, 3, 4]))
+    assert torch.equal(m(x), x * torch.tensor([1., 2, 3, 4]))
+    m.reset_parameters()
+    assert torch.equal(m(x), 0.5 * x)
+
+
+@pytest.mark.parametrize("init", [0, -0.1, math.nan, math.inf, "0.1", None])
+def test_layer_scale_refuses(init):
+    with pytest.raises(ValueError, match="layer_scale_init=.*finite number above 0"):
+        LayerScale(4, init)
+
+
+# ------------------------------------------------------------------ QK-clip
+
+def test_factors_never_nan():
+    eta = qk_clip_factors(torch.tensor([250., 40, -3, 0, -math.inf, math.nan]))
+    assert eta.tolist() == pytest.approx([0.4, 1, 1, 1, 1, 1])
+    assert (eta ** 0.5).isfinite().all()
+
+
+@pytest.mark.parametrize("threshold", [0, -1, math.nan, math.inf])
+def test_factors_refuse_a_threshold(threshold):
+    with pytest.raises(ValueError, match="qk_clip_threshold"):
+        qk_clip_factors(torch.ones(2), threshold)
+
+
+def test_factors_refuse_heads_that_do_not_group():
+    with pytest.raises(ValueError, match="multiple of num_key_value_heads=3"):
+        qk_clip_factors(torch.ones(4), 1.0, 3)
+
+
+def largest(attention, x):
+    stats = []
+    attention(x, stats=stats)
+    return stats[0][0]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_clip_puts_each_hot_group_on_the_threshold(bias, alpha):
+    torch.manual_seed(0)
+    a, x = Attention(16, 6, 3, head_dim=4, attention_bias=bias).double(), torch.randn(2, 9, 16).double()
+    with torch.no_grad():
+        a.q_proj.weight.mul_(10)
+        if bias: a.q_proj.bias.normal_(std=3); a.k_proj.bias.normal_(std=3)
+    before, values = largest(a, x), a.v_proj.weight.clone()
+    tau = before.view(3, 2).amax(1).sort().values[1].item() * 0.9  # two of three groups are hot
+    eta = qk_clip_(a, before, tau, alpha)
+    after = largest(a, x)
+    assert (eta < 1).sum() == 2
+    for group in range(3):
+        hot = before.view(3, 2)[group].max() > tau
+        want = before.view(3, 2)[group] * (eta[group] if hot else 1)
+        torch.testing.assert_close(after.view(3, 2)[group], want, rtol=1e-5, atol=1e-6)
+        if hot: assert after.view(3, 2)[group].max().item() == pytest.approx(tau, rel=1e-5)
+    assert torch.equal(a.v_proj.weight, values)
+
+
+def test_clip_is_refused_where_it_would_do_nothing():
+    with pytest.raises(ValueError, match="no effect beside qk_norm"):
+        qk_clip_(Attention(16, 2, qk_norm="l2"), torch.ones(2))
+    with pytest.raises(ValueError, match="no effect beside sigma_reparam"):
+        qk_clip_(Attention(16, 2, linear=SigmaReparamLinear), torch.ones(2))
