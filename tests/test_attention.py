@@ -1,0 +1,470 @@
+"""Attention: against plain loops, its other backend, and five models of Transformers."""
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from stabbook.attention import (Attention, KVCache, QKNorm, QKNormAttention,
+                                allowed_keys, attention_probabilities, attention_stats)
+from stabbook.rope import RotaryEmbedding
+
+B, T, D, H, K, C = 2, 7, 32, 6, 2, 8
+VARIANTS = {
+    "plain": {},
+    "qk_norm": dict(qk_norm="rmsnorm"),
+    "layernorm": dict(qk_norm="layernorm", v_norm="layernorm"),
+    "full": dict(qk_norm="rmsnorm", qk_norm_scope="full", cast_before_gain=False),
+    "per_head": dict(qk_norm="layernorm", qk_norm_gain="per_head", norm_bias=False),
+    "after_rope": dict(qk_norm="rmsnorm", qk_norm_gain="none", qk_norm_before_rope=False),
+    "v_norm": dict(v_norm="rmsnorm", v_norm_gain="none"),
+    "l2": dict(qk_norm="l2", query_pre_attn_scalar=0.01),
+    "window": dict(sliding_window=3),
+    "cap": dict(attn_logit_softcapping=5.0),
+    "clip": dict(attn_prob_clip=(1.03, -0.03)),
+    "temperature": dict(attn_logit_temperature=0.5),
+    "bias": dict(attention_bias=True, attention_out_bias=True),
+}
+CAPPED = ["cap", "clip"]
+PADDING = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+every = pytest.mark.parametrize("name", VARIANTS)
+
+
+def build(name="plain", dtype=torch.float32, seed=0, **how):
+    "An attention whose every parameter is drawn at random, gains included"
+    torch.manual_seed(seed)
+    attn = Attention(D, H, K, C, **VARIANTS[name], **how)
+    for p in attn.parameters():
+        nn.init.normal_(p, 0.0, 0.4)
+    return attn.to(dtype)
+
+
+def inputs(dtype=torch.float32, seed=5):
+    torch.manual_seed(seed)
+    return torch.randn(B, T, D).to(dtype)
+
+
+def rotation(start=0, length=T, dtype=torch.float32):
+    return RotaryEmbedding(C)(torch.arange(start, start + length), dtype)
+
+
+def loop(attn, x, rope, mask=None):
+    "The same attention as four nested loops"
+    q, k, v = attn.project(x, rope)
+    y = torch.zeros(q.shape, dtype=x.dtype)
+    for b in range(x.shape[0]):
+        for h in range(attn.num_attention_heads):
+            g = h // (attn.num_attention_heads // attn.num_key_value_heads)
+            for i in range(x.shape[1]):
+                first = 0 if attn.sliding_window is None else max(0, i - attn.sliding_window + 1)
+                seen = [j for j in range(first, i + 1) if mask is None or mask[b, j]]
+                if not seen:
+                    continue
+                z = torch.stack([q[b, i, h] @ k[b, j, g] for j in seen]) * attn.scale
+                if attn.cap:
+                    z = attn.cap * torch.tanh(z / attn.cap)
+                p = torch.softmax(z, 0)
+                if attn.clip:
+                    zeta, gamma = attn.clip
+                    p = torch.clamp((zeta - gamma) * p + gamma, 0, 1)
+                y[b, i, h] = sum(w * v[b, j, g] for w, j in zip(p, seen))
+    return attn.o_proj(y.flatten(2))
+
+
+# ------------------------------------------------------------------ against a loop
+
+@every
+@pytest.mark.parametrize("mask", [None, PADDING], ids=["whole", "left-padded"])
+def test_equals_four_loops(name, mask):
+    attn, x, rope = build(name, torch.float64), inputs(torch.float64), rotation(dtype=torch.float64)
+    torch.testing.assert_close(attn(x, rope, mask), loop(attn, x, rope, mask),
+                               atol=1e-10, rtol=0)
+
+
+def test_neighbouring_queries_share_a_key_head():
+    attn = build(backend="eager")
+    with torch.no_grad():
+        attn.v_proj.weight[:C] = 0                        # key-value head 0 says nothing
+        attn.o_proj.weight.copy_(torch.eye(H * C)[:D])
+        y = attn(inputs())
+    assert y[..., :3 * C].abs().max() == 0                # query heads 0 to 2 read head 0
+    assert y[..., 3 * C:].abs().max() > 0
+
+
+# ------------------------------------------------------------------ both backends
+
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in CAPPED])
+@pytest.mark.parametrize("mask", [None, PADDING, PADDING.bool()[:, None, None].expand(B, 1, T, T)],
+                         ids=["whole", "keys", "pairs"])
+def test_sdpa_equals_eager(name, mask):
+    x, rope = inputs(), rotation()
+    fused, written = (build(name, backend=b)(x, rope, mask) for b in ("sdpa", "eager"))
+    torch.testing.assert_close(fused, written, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_fully_masked_row_is_zero_with_finite_gradients(backend):
+    attn, x = build("qk_norm", backend=backend), inputs().requires_grad_()
+    y = attn(x, rotation(), PADDING)
+    assert y[0, :2].abs().max() == 0
+    y.square().sum().backward()
+    assert x.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in attn.parameters())
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_fully_masked_row_with_cap_or_clip(name):
+    attn, x = build(name), inputs().requires_grad_()
+    y = attn(x, rotation(), PADDING)
+    assert y[0, :2].abs().max() == 0
+    y.square().sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_padding_is_finite_in_half_precision(dtype):
+    for backend in ("sdpa", "eager"):
+        x = inputs(dtype).requires_grad_()
+        y = build("qk_norm", dtype, backend=backend)(x, rotation(), PADDING)
+        y.float().square().sum().backward()
+        assert y[0, :2].abs().max() == 0 and y.isfinite().all() and x.grad.isfinite().all()
+
+
+def test_left_padding_changes_nothing_for_the_real_tokens():
+    attn, x = build("qk_norm"), inputs()
+    padded = attn(x, rotation(), PADDING)[0, 2:]
+    alone = attn(x[:1, 2:], rotation(2, T - 2))[0]
+    torch.testing.assert_close(padded, alone, atol=2e-6, rtol=1e-5)
+
+
+# ------------------------------------------------------------------ caps
+
+@pytest.mark.parametrize("cap", [1.0, 50.0, 1e6])
+@pytest.mark.parametrize("how", [{}, dict(sliding_window=4), dict(qk_norm="rmsnorm")])
+def test_a_cap_leaks_nothing(cap, how):
+    attn, x = build(attn_logit_softcapping=cap, **how), inputs()
+    changed = x.clone()
+    changed[:, -1] += 100
+    before, after = attn(x, rotation()), attn(changed, rotation())
+    assert torch.equal(before[:, :-1], after[:, :-1])
+    assert not torch.equal(before[:, -1], after[:, -1])
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("stats", [False, True])
+def test_a_cap_is_never_dropped(backend, stats):
+    def run(cap):
+        attn = build(attn_logit_softcapping=cap, backend=backend, attn_logit_temperature=20.0)
+        return attn(inputs(), rotation(), stats=[] if stats else None)
+    none, c50, c5 = run(None), run(50.0), run(5.0)
+    assert min((none - c50).abs().max(), (c50 - c5).abs().max()) > 1e-3
+
+
+def test_sdpa_refuses_what_it_cannot_do():
+    for how in (dict(attn_logit_softcapping=50.0), dict(attn_prob_clip=(1.03, -0.03))):
+        with pytest.raises(ValueError, match="would drop"):
+            Attention(D, 4, backend="sdpa", **how)
+
+
+def test_gradients_pass_the_cap_and_the_clip():
+    allowed = allowed_keys(3, 3)
+    z = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    run = lambda z: attention_probabilities(z, allowed, cap=2.0, clip=(1.03, -0.03))
+    assert torch.autograd.gradcheck(run, z)
+
+
+# ------------------------------------------------------------------ norms
+
+@every
+def test_scores_depend_on_distances_alone(name):
+    attn, x = build(name, torch.float64), inputs(torch.float64)
+    scores = [torch.einsum("bthc,bshc->bhts", q.unflatten(2, (K, -1)).flatten(2, 3),
+                           k.repeat_interleave(H // K, 2))
+              for q, k, _ in (attn.project(x, rotation(s, dtype=torch.float64)) for s in (0, 37))]
+    torch.testing.assert_close(*scores, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("kind,gain,kept", [("rmsnorm", "none", True), ("l2", "none", True),
+                                            ("rmsnorm", "shared", False),
+                                            ("rmsnorm", "per_head", False),
+                                            ("layernorm", "none", False)])
+def test_norm_after_rope(kind, gain, kept):
+    attn = Attention(D, 4, qk_norm=kind, qk_norm_gain=gain, qk_norm_before_rope=False).double()
+    torch.manual_seed(0)
+    for p in attn.parameters():
+        nn.init.normal_(p, 0.0, 0.5)
+    x = inputs(torch.float64)
+    a, b = (torch.einsum("bthc,bshc->bhts", *attn.project(x, rotation(s, dtype=torch.float64))[:2])
+            for s in (0, 37))
+    error = (a - b).abs().max() / a.abs().max()
+    assert error < 1e-12 if kept else error > 1e-2
+
+
+@pytest.mark.parametrize("scope,bound", [("head", C**0.5), ("full", (H * K * C) ** 0.5)])
+def test_unit_gain_bounds(scope, bound):
+    attn = Attention(D, H, K, C, qk_norm="rmsnorm", qk_norm_scope=scope)
+    stats = []
+    with torch.no_grad():
+        attn.q_proj.weight.mul_(1000)
+        attn(inputs() * 1000, rotation(), stats=stats)
+        assert stats[0][0].max() <= bound * (1 + 1e-5)
+        if scope == "full":                              # all the energy in one head
+            attn.q_proj.weight[C:] = 0
+            attn.k_proj.weight[C:] = 0
+        attn.q_proj.weight[:C] = attn.k_proj.weight[:C]
+        attn(inputs() * 1000, stats=stats)
+    assert stats[1][0][0] == pytest.approx(bound, rel=1e-4)
+
+
+def test_per_head_gain_is_not_the_shared_one():
+    x = torch.randn(B, T, H, C)
+    shared, single = QKNorm("rmsnorm", H, C), QKNorm("rmsnorm", H, C, gain="per_head")
+    torch.testing.assert_close(shared(x), single(x))
+    with torch.no_grad():
+        single.norm.weight[2] = 3.0
+    torch.testing.assert_close(single(x)[:, :, 2], 3 * shared(x)[:, :, 2])
+    torch.testing.assert_close(single(x)[:, :, 3], shared(x)[:, :, 3])
+
+
+def test_full_scope_sees_the_other_heads():
+    x, norm = torch.randn(1, 1, H, C), QKNorm("rmsnorm", H, C, scope="full")
+    louder = x.clone()
+    louder[..., 1:, :] *= 10
+    assert (norm(x)[..., 0, :] - norm(louder)[..., 0, :]).abs().max() > 0.1
+    head = QKNorm("rmsnorm", H, C)
+    torch.testing.assert_close(head(x)[..., 0, :], head(louder)[..., 0, :])
+
+
+def test_v_norm_gives_unit_values():
+    attn = Attention(D, H, K, C, v_norm="rmsnorm", v_norm_gain="none")
+    v = attn.project(inputs() * 50)[2]
+    torch.testing.assert_close(v.square().mean(-1), torch.ones(B, T, K), atol=1e-4, rtol=0)
+
+
+# ------------------------------------------------------------------ cache
+
+@every
+@pytest.mark.parametrize("chunks", [[1] * T, [4, 1, 2], [T]], ids=str)
+def test_decoding_equals_the_full_forward(name, chunks):
+    attn, x, cache, out, at = build(name), inputs(), KVCache(), [], 0
+    for n in chunks:
+        out.append(attn(x[:, at:at + n], rotation(at, n), cache=cache))
+        at += n
+    assert cache.length == T
+    torch.testing.assert_close(torch.cat(out, 1), attn(x, rotation()), atol=1e-5, rtol=1e-4)
+
+
+def test_decoding_left_padded_prompts():
+    attn, x, cache = build("qk_norm"), inputs(), KVCache()
+    out = [attn(x[:, :5], rotation(0, 5), PADDING[:, :5], cache)]
+    out += [attn(x[:, i:i + 1], rotation(i, 1), PADDING[:, :i + 1], cache) for i in (5, 6)]
+    torch.testing.assert_close(torch.cat(out, 1), attn(x, rotation(), PADDING),
+                               atol=1e-5, rtol=1e-4)
+
+
+# ------------------------------------------------------------------ statistics
+
+def test_statistics_against_a_loop():
+    attn, x, stats = build("qk_norm", torch.float64), inputs(torch.float64), []
+    attn(x, stats=stats)
+    q, k, _ = attn.project(x)
+    for h in range(H):
+        largest, entropies = -math.inf, []
+        for b in range(B):
+            for i in range(T):
+                z = k[b, :i + 1, h // (H // K)] @ q[b, i, h] * attn.scale
+                p = z.softmax(0)
+                largest = max(largest, z.max().item())
+                entropies.append(-(p * p.log()).sum().item())
+        assert stats[0][0, h].item() == pytest.approx(largest, rel=1e-5)
+        assert stats[0][1, h].item() == pytest.approx(sum(entropies) / (B * T), rel=1e-5)
+
+
+def test_statistics_of_uniform_and_of_one_hot_attention():
+    seen = allowed_keys(16, 16)
+    for scale, expected in ((0.0, sum(math.log(i) for i in range(1, 17)) / 16), (1e4, 0.0)):
+        z = torch.arange(16.0).expand(1, 3, 16, 16) * scale
+        largest, entropy = attention_stats(z, attention_probabilities(z, seen), seen)
+        assert entropy.tolist() == pytest.approx([expected] * 3, abs=1e-5)
+        assert largest.tolist() == [15 * scale] * 3
+
+
+@pytest.mark.parametrize("cap", [None, 1.0])
+def test_the_logit_is_the_one_before_the_cap_and_inside_the_mask(cap):
+    attn, x, stats = build(attn_logit_softcapping=cap), inputs(), []
+    x[:, -1] *= 100                                      # visible to the last query alone
+    attn(x, stats=stats)
+    q, k, _ = attn.project(x)
+    z = torch.einsum("bthc,bshc->bhts", q, k.repeat_interleave(H // K, 2)) * attn.scale
+    visible = z.masked_fill(~allowed_keys(T, T), -math.inf).amax((0, 2, 3))
+    torch.testing.assert_close(stats[0][0], visible)
+    assert not stats[0].requires_grad
+
+
+# ------------------------------------------------------------------ dtypes, views, compile
+
+@every
+@pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 0.06), (torch.float32, 1e-5)])
+def test_dtypes_agree_with_float64(name, dtype, tolerance):
+    exact = build(name, torch.float64)
+    attn = build(name).to(dtype)
+    exact.load_state_dict(attn.state_dict())
+    y = attn(inputs(dtype), rotation())
+    assert y.dtype == dtype
+    expected = exact(inputs(dtype).double(), rotation(dtype=torch.float64))
+    error = (y.double() - expected).norm() / expected.norm()
+    assert error < tolerance
+
+
+@every
+def test_views_that_are_not_contiguous(name):
+    attn, x = build(name), inputs()
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    sliced = torch.cat((x, x), -1)[..., :D]
+    assert not turned.is_contiguous() and not sliced.is_contiguous()
+    for view in (turned, sliced):
+        torch.testing.assert_close(attn(view, rotation()), attn(x, rotation()),
+                                   atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "layernorm", "full", "after_rope", "window", *CAPPED])
+def test_compiles_without_a_break(name):
+    attn, x, stats = build(name), inputs(), []
+    torch._dynamo.reset()
+    compiled = torch.compile(attn, backend="aot_eager", fullgraph=True)
+    y = compiled(x, rotation(), PADDING, None, stats)
+    torch.testing.assert_close(y, attn(x, rotation(), PADDING, stats=[]), atol=1e-6, rtol=1e-5)
+    assert len(stats) == 1 and stats[0].shape == (2, H)
+    torch.testing.assert_close(compiled(x, rotation()), attn(x, rotation()), atol=1e-6, rtol=1e-5)
+
+
+# ------------------------------------------------------------------ Transformers
+
+def peer(family, **settings):
+    "A layer of Transformers with random gains, and its rotation module"
+    transformers = pytest.importorskip("transformers")
+    module = __import__(f"transformers.models.{family.lower()}.modeling_{family.lower()}",
+                        fromlist=["x"])
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=D, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=64, num_hidden_layers=2, vocab_size=64, **settings)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    layer = getattr(module, f"{family}Attention")(config, layer_idx=1).eval()
+    for p in layer.parameters():
+        nn.init.normal_(p, 0.0, 0.4)
+    return layer, getattr(module, f"{family}RotaryEmbedding")(config)
+
+
+def load(attn, layer):
+    "Give our layer the weights of theirs: the names of the projections are the same"
+    theirs = layer.state_dict()
+    ours = {k.replace("norm.norm", "norm"): k for k in attn.state_dict()}
+    assert set(theirs) == set(ours)
+    attn.load_state_dict({ours[k]: v for k, v in theirs.items()})
+
+
+PEERS = {
+    "Llama": ({}, {}, {}),
+    "Qwen3": ({}, dict(qk_norm="rmsnorm"), {}),
+    "Olmo2": ({}, dict(qk_norm="rmsnorm", qk_norm_scope="full", norm_eps=1e-5,
+                       cast_before_gain=False), {}),
+    "Gemma2": (dict(query_pre_attn_scalar=7, attn_logit_softcapping=2.0),
+               dict(query_pre_attn_scalar=7, attn_logit_softcapping=2.0), {}),
+    "Cohere": (dict(use_qk_norm=True),
+               dict(qk_norm="layernorm", qk_norm_gain="per_head", norm_bias=False,
+                    norm_eps=1e-5, cast_before_gain=False), dict(interleaved=True)),
+}
+
+
+@pytest.mark.parametrize("family", PEERS)
+def test_equals_transformers(family):
+    theirs, ours, layout = PEERS[family]
+    layer, rotary = peer(family, **theirs)
+    attn = Attention(D, 4, 2, 16, **ours)
+    load(attn, layer)
+    x, at = inputs(), torch.arange(T)
+    theta = layer.config.rope_parameters["rope_theta"]
+    mask = torch.zeros(1, 1, T, T).masked_fill(~allowed_keys(T, T), -math.inf)
+    with torch.no_grad():
+        expected = layer(x, position_embeddings=rotary(x, at[None]), attention_mask=mask)[0]
+        y = attn(x, RotaryEmbedding(16, rope_theta=theta, **layout)(at))
+    scale = expected.abs().max()
+    torch.testing.assert_close(y / scale, expected / scale, atol=1e-5, rtol=0)
+
+
+def test_the_parity_test_would_notice():
+    layer, rotary = peer("Qwen3")
+    attn = Attention(D, 4, 2, 16, qk_norm="rmsnorm", qk_norm_before_rope=False)
+    load(attn, layer)
+    x, at = inputs(), torch.arange(T)
+    mask = torch.zeros(1, 1, T, T).masked_fill(~allowed_keys(T, T), -math.inf)
+    theta = layer.config.rope_parameters["rope_theta"]
+    expected = layer(x, position_embeddings=rotary(x, at[None]), attention_mask=mask)[0]
+    y = attn(x, RotaryEmbedding(16, rope_theta=theta)(at))
+    assert (y - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+def test_llama4_norm_is_ours_without_gain():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
+    x = torch.randn(B, T, H, C)
+    assert transformers and torch.allclose(
+        Llama4TextL2Norm(1e-5)(x), QKNorm("rmsnorm", H, C, gain="none", eps=1e-5)(x), atol=1e-6)
+
+
+# ------------------------------------------------------------------ the article's class
+
+def test_the_articles_class_is_a_thin_face():
+    ours = Attention(D, 4, 2, qk_norm="rmsnorm")
+    theirs = QKNormAttention(d_model=D, n_heads=4, n_kv_groups=2)
+    theirs.load_state_dict(ours.state_dict())
+    rotary, x = RotaryEmbedding(D // 4), inputs()
+    calls = []
+
+    def rope_fn(t, position_ids):
+        calls.append(tuple(t.shape))
+        return rotary(position_ids)(t)
+
+    at = torch.arange(T) + 3
+    torch.testing.assert_close(theirs(x, rope_fn, at), ours(x, rotary(at)))
+    assert calls == [(B, T, 4, 8), (B, T, 2, 8)]
+    torch.testing.assert_close(theirs(x), ours(x))
+
+
+# ------------------------------------------------------------------ bad input
+
+@pytest.mark.parametrize("args,how,words", [
+    ((64, 6), {}, ["hidden_size=64", "num_attention_heads=6", "head_dim"]),
+    ((64, 4, 3), {}, ["num_attention_heads=4", "num_key_value_heads=3"]),
+    ((64, 4, 0), {}, ["num_key_value_heads=0"]),
+    ((64, 0), {}, ["num_attention_heads=0"]),
+    ((64, 4, 2, 0), {}, ["head_dim=0"]),
+    ((64, 4), dict(qk_norm="rms"), ["qk_norm='rms'", "rmsnorm"]),
+    ((64, 4), dict(v_norm="layer_norm"), ["v_norm", "did you mean 'layernorm'"]),
+    ((64, 4), dict(qk_norm_scope="heads"), ["qk_norm_scope", "did you mean 'head'"]),
+    ((64, 4), dict(qk_norm_gain="head"), ["qk_norm_gain", "per_head"]),
+    ((64, 4), dict(v_norm_gain="non"), ["v_norm_gain", "did you mean 'none'"]),
+    ((64, 4), dict(attn_logit_softcapping=-1.0), ["attn_logit_softcapping=-1.0", "above 0"]),
+    ((64, 4), dict(attn_logit_softcapping=math.nan), ["attn_logit_softcapping=nan"]),
+    ((64, 4), dict(attn_logit_softcapping=math.inf), ["attn_logit_softcapping=inf"]),
+    ((64, 4), dict(attn_logit_temperature=0), ["attn_logit_temperature=0"]),
+    ((64, 4), dict(query_pre_attn_scalar=0), ["query_pre_attn_scalar=0"]),
+    ((64, 4), dict(sliding_window=0), ["sliding_window=0", "at least 1"]),
+    ((64, 4), dict(attn_prob_clip=(1.0, 0.1)), ["gamma=0.1"]),
+    ((64, 4), dict(backend="flash"), ["backend='flash'", "sdpa"]),
+])
+def test_bad_settings_are_refused_by_name(args, how, words):
+    with pytest.raises(ValueError) as e:
+        Attention(*args, **how)
+    assert all(w in str(e.value) for w in words), str(e.value)
+
+
+@pytest.mark.parametrize("mask,words", [
+    (torch.zeros(B, T), "mask == 0"), (torch.ones(B, T - 1).bool(), r"\(B, 7\)"),
+    (torch.ones(T).bool(), r"\(B, 7\)"), (torch.ones(B, T, T).bool(), r"\(B, 1 or H"),
+])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_a_mask_that_would_be_misread_is_refused(mask, words, backend):
+    with pytest.raises(ValueError, match=words):
+        build(backend=backend)(inputs(), mask=mask)
