@@ -64,6 +64,8 @@ def z_loss(
 ) -> Tensor:  # Scalar, the mean of log²Z, in fp32 or wider
     "Mean squared log-partition: holds output logits in place (PaLM, section 5)."
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    penalty = torch.logsumexp(wide, -1).square()
-    if kept is None: return penalty.mean()
-    return (penalty * kept).sum() / kept.sum().clamp_min(1)
+    if kept is None: return torch.logsumexp(wide, -1).square().mean()
+    # what is left out is zeroed before the sum, since 0 times infinity is NaN
+    wide = wide.where(kept[..., None], 0)
+    penalty = torch.logsumexp(wide, -1).square() * kept
+    return penalty.sum() / kept.sum().clamp_min(1)

@@ -175,6 +175,13 @@ def test_z_loss_is_at_least_fp32(dtype):
 
 # --- compile
 
+def test_z_loss_of_a_position_left_out_is_finite_whatever_its_logits():
+    z = torch.randn(4, 9).index_fill(0, torch.tensor([1]), -float("inf")).requires_grad_()
+    kept = torch.tensor([True, False, True, True])
+    z_loss(z, kept).backward()
+    assert z.grad.isfinite().all() and z.grad[1].eq(0).all()
+
+
 def everything(z, kept):
     p = soft_clip(softcap(soft_temp(z), 5.0).softmax(-1))
     return p.sum(-1), z_loss(z, kept)
