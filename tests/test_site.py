@@ -183,6 +183,7 @@ def test_no_page_shows_its_scaffolding(chapters):
               r"injected-parameters": "papermill's cell", r" at 0x[0-9a-f]+": "an address",
               r"/(work|tmp|root|home|mnt)/\w": "a path of the building machine",
               r"\d+%\|": "a progress bar", r"(it/s|s/it)\b": "a progress bar",
+              r"np\.(float|int)\d+\(": "a number with its type (glue float(x), not x)",
               r"papermill\.": "papermill's metadata",
               r"(Future|Deprecation|User|Runtime)Warning": "a warning",
               r"\\\(|\$\$": "unrendered math"}
