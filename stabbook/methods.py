@@ -19,7 +19,8 @@ METHODS = {
     "soft_cap": dict(attn_logit_softcapping=50.0),
     "qk_norm": dict(qk_norm="layernorm"),
     "qk_norm_cap": dict(qk_norm="layernorm", attn_logit_softcapping=50.0),
-    "qkv_norm": dict(qk_norm="layernorm", v_norm="layernorm", attention_norm_placement="none"),
+    "qkv_norm": dict(qk_norm="layernorm", v_norm="layernorm",
+                     attention_norm_placement="none"),
     "qk_fc_norm": dict(qk_norm="layernorm", norm_placement="sandwich"),
 }
 

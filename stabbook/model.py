@@ -43,7 +43,7 @@ class ModelConfig:
     norm_bias: bool = True  # Of LayerNorm
     zero_centered_gain: bool = False  # Multiply by 1 + weight
     cast_before_gain: bool = True  # Only matters in half precision
-    norm_placement: str = "pre"  # Also "post", "reordered", "sandwich", "parallel", "none"
+    norm_placement: str = "pre"  # One of PLACEMENTS, "parallel", or an alias
     attention_norm_placement: str | None = None  # None means norm_placement
     mlp_norm_placement: str | None = None  # None means norm_placement
     final_norm: bool = True  # A norm before the head
@@ -99,13 +99,15 @@ def check_field(
     if bool in kinds: fits, rule = isinstance(value, bool), "True or False"
     elif int in kinds:
         fits, rule = _number(value, Integral) and value >= 1, "an integer of at least 1"
-    elif float in kinds: fits, rule = _number(value) and value > 0, "a finite number above 0"
+    elif name == "norm_eps":
+        fits, rule = _number(value) and value >= 0, "a finite number from 0"
+    elif float in kinds:
+        fits, rule = _number(value) and value > 0, "a finite number above 0"
     else: fits, rule = _is_clip(value), "(zeta, gamma) with zeta >= 1 and gamma <= 0"
-    if name == "norm_eps": fits, rule = _number(value) and value >= 0, "a finite number from 0"
     if type(None) in kinds: rule += ", or None"
     if not fits: raise ValueError(f"{name}={value!r} must be {rule}")
-    if isinstance(value, (list, tuple)): return tuple(map(float, value))  # JSON has no tuples
-    return value if bool in kinds else int(value) if int in kinds else float(value)
+    if isinstance(value, (list, tuple)): return tuple(map(float, value))  # from JSON
+    return value if bool in kinds else (int if int in kinds else float)(value)
 
 # %% ../nbs/10_model.ipynb #b5cc5cba
 def _number(value, kind=Real) -> bool:
@@ -116,8 +118,8 @@ def _number(value, kind=Real) -> bool:
 
 def _is_clip(value) -> bool:
     "A pair (zeta, gamma) of soft_clip."
-    pair = isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_number, value))
-    return pair and value[0] >= 1 and value[1] <= 0
+    pair = isinstance(value, (list, tuple)) and len(value) == 2
+    return pair and all(map(_number, value)) and value[0] >= 1 and value[1] <= 0
 
 # %% ../nbs/10_model.ipynb #8e527839
 def check_config(
@@ -129,14 +131,16 @@ def check_config(
     if "parallel" in c.placements and set(c.placements) != {"parallel"}:
         raise ValueError(
             f"attention_norm_placement={c.placements[0]!r} and mlp_norm_placement="
-            f"{c.placements[1]!r}: 'parallel' covers the whole block, set both or neither")
+            f"{c.placements[1]!r}: 'parallel' covers the whole block, "
+            "set both or neither")
     with torch.device("meta"):  # no memory, no matrices
         attention = Decoder.layer(c, linear=_no_linear).attention
         attention = getattr(attention, "branch", attention)
         if c.rope_theta is not None:
             rope_frequencies(attention.head_dim, c.rope_theta, c.partial_rotary_factor)
         elif c.partial_rotary_factor > 1:
-            raise ValueError(f"partial_rotary_factor={c.partial_rotary_factor} must be in (0, 1]")
+            raise ValueError(f"partial_rotary_factor={c.partial_rotary_factor} "
+                             "must be in (0, 1]")
 
 def _no_linear(*_, **__): return None
 
@@ -171,7 +175,8 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         self.rope = None if c.rope_theta is None else RotaryEmbedding(
             self.attentions[0].head_dim, rope_theta=c.rope_theta,
-            partial_rotary_factor=c.partial_rotary_factor, interleaved=c.rope_interleaved)
+            partial_rotary_factor=c.partial_rotary_factor,
+            interleaved=c.rope_interleaved)
         if c.tie_word_embeddings: self.lm_head.weight = self.embedding.weight
         self.reset_parameters(seed)
 
@@ -203,7 +208,7 @@ def make_attention(
             "attn_prob_clip", "query_pre_attn_scalar", "sliding_window",
             "attention_bias", "attention_out_bias")
     return Attention(c.hidden_size, c.num_attention_heads, c.num_key_value_heads,
-                     c.head_dim, linear=linear, **{name: getattr(c, name) for name in same})
+                     c.head_dim, linear=linear, **{n: getattr(c, n) for n in same})
 
 def make_layer(
     c: ModelConfig,

@@ -24,7 +24,7 @@ def power_step(
 
 # %% ../nbs/08_reparam.ipynb #140c36da
 class SigmaReparamLinear(nn.Module):
-    "Linear layer with weight γ·W/σ(W), σ the largest singular value (Zhai et al. 2023)."
+    "Linear layer with weight γ·W/σ(W), σ the largest singular value (Zhai et al.)."
     def __init__(
         self,
         in_features: int,  # D
@@ -79,7 +79,7 @@ SigmaReparamLinear.sigma, SigmaReparamLinear.forward = sigma, forward
 
 # %% ../nbs/08_reparam.ipynb #00517340
 class LayerScale(nn.Module):
-    "Multiply each channel of a branch by a learned λ that starts small (Touvron et al. 2021)."
+    "Multiply each channel of a branch by a learned λ (CaiT, Touvron et al. 2021)."
     def __init__(
         self,
         dim: int,  # D
@@ -87,7 +87,8 @@ class LayerScale(nn.Module):
     ):
         super().__init__()
         if not (isinstance(init, (int, float)) and 0 < init < float("inf")):
-            raise ValueError(f"layer_scale_init={init!r} must be a finite number above 0")
+            raise ValueError(f"layer_scale_init={init!r} must be "
+                             "a finite number above 0")
         self.init = float(init)
         self.weight = nn.Parameter(torch.full((dim,), self.init))
 
@@ -101,11 +102,12 @@ class LayerScale(nn.Module):
 def qk_clip_factors(
     max_logits: Tensor,  # (H,) largest logit that each head has seen
     threshold: float = 100.0,  # τ; Kimi K2 uses 100
-    num_key_value_heads: int | None = None,  # K; heads that share keys are scaled together
+    num_key_value_heads: int | None = None,  # K; a group is scaled together
 ) -> Tensor:  # (K,), 1 where the group is below the threshold
     "The factor η = min(1, τ/S) of each key-value head (Kimi K2, section 2.1)."
     if not 0 < threshold < float("inf"):
-        raise ValueError(f"qk_clip_threshold={threshold} must be a finite number above 0")
+        raise ValueError(f"qk_clip_threshold={threshold} must be "
+                         "a finite number above 0")
     H, K = len(max_logits), num_key_value_heads or len(max_logits)
     if H % K: raise ValueError(f"max_logits has {H} heads: not a multiple of "
                                f"num_key_value_heads={K}")
@@ -117,21 +119,22 @@ def qk_clip_factors(
 # %% ../nbs/08_reparam.ipynb #70479226
 @torch.no_grad()
 def qk_clip_(
-    attention: nn.Module,  # With q_proj, k_proj and head counts, as stabbook's Attention
+    attention: nn.Module,  # With q_proj, k_proj and head counts
     max_logits: Tensor,  # (H,) as in `qk_clip_factors`
     threshold: float = 100.0,  # τ
     alpha: float = 0.5,  # Queries take η^α, keys η^(1-α)
 ) -> Tensor:  # (K,) the factors that were applied
-    "Shrink query and key weights in place, after an optimiser step, where logits passed τ."
+    "Shrink query and key weights in place where logits passed τ."
     H, K = attention.num_attention_heads, attention.num_key_value_heads
     if attention.q_norm is not None:
-        raise ValueError("QK-clip has no effect beside qk_norm: the norm undoes any scale")
+        raise ValueError("QK-clip has no effect beside qk_norm: "
+                         "the norm undoes any scale")
     if isinstance(attention.q_proj, SigmaReparamLinear):
-        raise ValueError("QK-clip has no effect beside sigma_reparam: dividing by the "
-                         "largest singular value undoes the scale")
+        raise ValueError("QK-clip has no effect beside sigma_reparam: dividing by "
+                         "the largest singular value undoes the scale")
     eta = qk_clip_factors(max_logits, threshold, K)
-    for proj, factor in ((attention.q_proj, eta.repeat_interleave(H // K) ** alpha),
-                         (attention.k_proj, eta ** (1 - alpha))):
+    factors = (eta.repeat_interleave(H // K) ** alpha, eta ** (1 - alpha))
+    for proj, factor in zip((attention.q_proj, attention.k_proj), factors):
         for p in (proj.weight, proj.bias):
             if p is None: continue
             p.unflatten(0, (len(factor), -1)).mul_(factor.view(-1, *[1] * p.dim()))
