@@ -91,7 +91,7 @@ def _table(title, rows, out=None):
     from rich.text import Text
     table = Table(title=title, title_justify="left", show_header=False)
     for row in rows: table.add_row(*(Text(str(cell)) for cell in row))
-    Console(file=out or sys.stdout).print(table)
+    Console(file=out or sys.stdout, force_jupyter=False).print(table)
 
 def _show(record, method):
     "Print what came out of a run."

@@ -422,6 +422,12 @@ def _share(ax, part, name, shift, half, confidence):
     if half.kind == "fitted":
         ax.plot([half.estimate] * 2, [0.46, 0.54], color=how["color"], lw=2.5)
 
+# %% ../nbs/18_plots.ipynb #416525c6
+def _color_names(ax, names):
+    "Method names at the side in the colours of the methods."
+    for tick, m in zip(ax.get_yticklabels(), names):
+        tick.set_color(_dark(look(m)["color"]))
+
 # %% ../nbs/18_plots.ipynb #feaeec03
 def _sns():
     "seaborn, or an error that names the extra."
@@ -511,11 +517,6 @@ def _dots(ax, shown, label, ends=None):
     _decimal_axis(ax, left, right)
 
 # %% ../nbs/18_plots.ipynb #474a04e1
-def _color_names(ax, names):
-    "Method names at the side in the colours of the methods."
-    for tick, m in zip(ax.get_yticklabels(), names):
-        tick.set_color(_dark(look(m)["color"]))
-
 def _decimal_axis(ax, left, right):
     "A logarithmic axis with plain numbers at 1, 2, 5 or 1, 3."
     _rate_axis(ax, (left, right), label=False)

@@ -19,7 +19,7 @@ def check_cap(
     "Refuse a cap that would do harm silently."
     if cap is None: return None
     number = isinstance(cap, (int, float)) and not isinstance(cap, bool)
-    if not (number and math.isfinite(cap) and cap > 0):
+    if not (number and 0 < cap < math.inf):  # torch.compile traces no isfinite
         raise ValueError(f"{name}={cap!r} must be a finite number above 0, "
                          "or None for no cap")
     return float(cap)

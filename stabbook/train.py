@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import stabbook
 from . import __version__
 from .data import load_corpus
 from .model import Decoder, ModelConfig, lm_loss
@@ -355,7 +356,7 @@ def evaluate(
 @lru_cache
 def git_commit() -> str:
     "The commit of the tree that the package is imported from; empty if installed."
-    here = Path(__file__).resolve().parent
+    here = Path(stabbook.__file__).resolve().parent
     if not (here.parent / ".git").exists(): return ""
     out = subprocess.run(["git", "-C", here, "rev-parse", "--short=12", "HEAD"],
                          capture_output=True, text=True)
