@@ -93,7 +93,8 @@ def gate_nbdev(root=ROOT):
 
 def gate_pytest(root=ROOT):
     "What a cell can't check"
-    command = [sys.executable, "-m", "pytest", "-q", "--durations=8"]
+    command = [sys.executable, "-m", "pytest", "-q", "--durations=8", "-n", "2",
+               "--dist", "loadfile"]      # two workers, each with whole files
     code = subprocess.run(command, cwd=root, env=ENV).returncode
     return ["a test failed; it stands above"] * bool(code)
 
