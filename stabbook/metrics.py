@@ -404,6 +404,17 @@ class LR50:
 
     def __repr__(self): return _brief(self)
 
+    def at(
+        self,
+        share,  # of the runs, between 0 and 1
+    ) -> float:  # learning rate; an error where no rising curve could be fitted
+        "The learning rate at which this share of the runs diverges, on the same fit."
+        _within("share", share, "between 0 and 1, such as 0.1", lambda s: 0 < s < 1)
+        if self.kind != "fitted" or not self.slope > 0:
+            raise ValueError(f"share={share!r}: {self!r} has no rising curve to read; "
+                             "try rates at which some runs diverge and some do not")
+        return self.estimate * 10 ** (math.log(share / (1 - share)) / self.slope)
+
 # %% ../nbs/04_metrics.ipynb #70c39418
 def _cells(rates, k, n):
     "Checked cells in the order of their rates."
