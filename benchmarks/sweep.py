@@ -95,13 +95,15 @@ def plain_loop():
 def start_stored(folder):
     "In a process of its own: seconds to find that all runs of a sweep are stored."
     runs = store.load("learning_rate", "cpu", results=folder)
-    axes = dict(learning_rate=runs.learning_rate.unique(),
-                seed=sorted(runs.seed.unique()))
+    methods = list(runs.method.unique())
+    axes = dict(learning_rate=runs.learning_rate.unique(), seed=runs.seed.unique())
     began = time.perf_counter()
-    jobs = grid(RUN, list(runs.method.unique()), **axes)
-    done = sweep(jobs, "learning_rate", "cpu", WORKERS, False, results=folder,
-                 trainer=None if len(jobs) == len(runs) else sys.exit("runs are missing"))
-    print(done.reused, done.trained, time.perf_counter() - began)
+    jobs = grid(Run(), methods, **axes)
+    seconds = time.perf_counter() - began
+    assert {j.key for j in jobs} == set(runs.key), "these would be trained"
+    began = time.perf_counter()
+    done = sweep(jobs, "learning_rate", "cpu", WORKERS, False, results=folder)
+    print(done.reused, seconds + time.perf_counter() - began)
 
 
 def stored_sweep(folder, times=3):
@@ -109,10 +111,9 @@ def stored_sweep(folder, times=3):
     here = ROOT / "book" / "results" / "learning_rate" / "cpu"
     shutil.copytree(here, Path(folder) / "learning_rate" / "cpu")
     child = [sys.executable, __file__, "--start-stored", folder]
-    outs = [subprocess.run(child, check=True, capture_output=True, text=True)
+    outs = [subprocess.run(child, check=True, stdout=subprocess.PIPE, text=True)
             .stdout.split() for _ in range(times)]
-    assert all(int(trained) == 0 for _, trained, _ in outs), outs
-    return int(outs[0][0]), float(np.median([float(s) for *_, s in outs]))
+    return int(outs[0][0]), float(np.median([float(seconds) for _, seconds in outs]))
 
 
 def compilations(folder):
@@ -165,7 +166,8 @@ def report(args, cold, rates, compiled, found, seconds):
     runs = WORKERS + args.rounds * args.batch
     whole = runs / (WORKERS / cold + (args.batch / two).sum())
     start = WORKERS * per_run * (1 / cold - 1 / np.median(two))
-    line = lambda what, rate, ratio: dict(what=what, tokens_per_second=rate, **ratio)
+    line = lambda what, rate, ratio: dict(what=what, tokens_per_second=round(rate),
+                                          **ratio)
     rows = [line("loop over Transformers' Qwen3", np.median(loop), spread(loop / loop)),
             line("sweep, one worker", np.median(one), spread(one / loop)),
             line("sweep, two workers", np.median(two), spread(two / loop)),
@@ -180,7 +182,7 @@ def report(args, cold, rates, compiled, found, seconds):
     print(f"two workers finish {gain['ratio']:.2f} times as many runs as one "
           f"({gain['low']:.2f} to {gain['high']:.2f})")
     print(f"start of the workers and compilation: {start:.0f} s, once for each method")
-    for n, graphs in compiled: print(f"a worker trained {n} runs, compiled {graphs} graph")
+    for n, graphs in compiled: print(f"a worker: {n} runs, {graphs} graph compiled")
     print(f"a sweep whose {found} runs are all stored: {seconds:.2f} s after imports")
     if args.save: save("sweep", rows, info)
     print(f"ratio {np.median(two / loop):.1f}")
