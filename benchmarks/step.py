@@ -8,7 +8,7 @@ in the second half torch.compile around model and loss. All take turns in rounds
 The peers compute no statistics. Ours is shown without them, which is the comparison,
 and with them, which is what `train` does.
 
-    python benchmarks/step.py [--save] [--rounds 25] [--width 64 256] [--no-compile]
+    python benchmarks/step.py [--save] [--rounds 15] [--width 64 256] [--no-compile]
 """
 import argparse
 import os
@@ -144,7 +144,7 @@ def contest(width, compiled, rounds):
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    ap.add_argument("--rounds", type=int, default=25)
+    ap.add_argument("--rounds", type=int, default=15)
     ap.add_argument("--width", type=int, nargs="+", default=list(SHAPES))
     ap.add_argument("--no-compile", action="store_true")
     ap.add_argument("--save", action="store_true", help="write the table of the page")
