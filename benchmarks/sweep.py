@@ -120,6 +120,7 @@ def compilations(folder):
     "Per worker: (runs trained, graphs compiled)."
     runs = store.load("speed", "cpu", results=folder)
     each = runs.groupby("process").graphs.agg(["size", "max"])
+    assert each["max"].max() <= 1, f"compiled once a run:\n{each}"
     return [tuple(map(int, row)) for row in each.to_numpy()]
 
 
