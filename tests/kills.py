@@ -156,7 +156,7 @@ def events(trace):
     return [(int(a), b, c) for a, b, c in (line.split(" ") for line in lines)]
 
 
-def victim(target, process, sign, trace, moment, count, patience=120):
+def victim(target, process, sign, trace, moment, count, patience=900):
     "Wait for the `count`-th time that the moment comes; whom to kill then"
     end, pid = time.time() + patience, None if target == "kernel" else process.pid
     while time.time() < end and process.poll() is None:
@@ -212,9 +212,9 @@ def kill_once(root, target, moment, count, delay, wanted, real=False, again=0):
     time.sleep(delay)
     doing = [what for p, what, _ in events(trace) if target != "worker" or p == pid]
     os.kill(pid, signal.SIGKILL)
-    said = process.communicate(timeout=240)[0]
+    said = process.communicate(timeout=900)[0]
     assert (process.returncode == 0) == (target == "worker"), said
-    end = time.time() + 20
+    end = time.time() + 60
     while (orphans := processes(sign)) and time.time() < end: time.sleep(0.05)
     for left in orphans: os.kill(left, signal.SIGKILL)
     torn, kept = faults(results, wanted)
