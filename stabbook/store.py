@@ -161,8 +161,9 @@ def prepare(
     try:
         path.mkdir(parents=True, exist_ok=True)
         file, probe = _open_aside(path / "probe")
-        with file: file.write(b"x")
-        probe.unlink(missing_ok=True)
+        try:
+            with file: file.write(b"x")
+        finally: _forget(probe)
     except OSError as e: raise _explain(e, path) from e
     tidy(path)
     return path

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -822,14 +823,33 @@ class SweepFile:
     scale: str = "smoke"
     time_limit: float | None = None
 
-TOML_KEYS = "experiment", "scale", "time_limit", "base", "grid"
+TOML_KEYS = dict(experiment=str, scale=str, time_limit=(int, float), base=dict,
+                 grid=dict)
 
-def _range(value):
-    "The text 3-6 as the numbers 3, 4, 5, 6; anything else as it is."
-    low, dash, high = value.partition("-") if isinstance(value, str) else ("", "", "")
-    if dash and low.strip().isdigit() and high.strip().isdigit():
-        return range(int(low), int(high) + 1)
-    return value
+def _check_toml(data):
+    "Refuse keys that are unknown, and values of another kind than theirs."
+    kinds = {str: "a text", dict: "a table", (int, float): "a number of seconds"}
+    for key, value in data.items():
+        if key not in TOML_KEYS: raise ValueError(unknown("key", key, TOML_KEYS))
+        if not isinstance(value, TOML_KEYS[key]) or isinstance(value, bool):
+            raise ValueError(f"{key}={value!r} must be {kinds[TOML_KEYS[key]]}")
+    for table in "base", "grid":
+        model = data.get(table, {}).get("model", {})
+        if not isinstance(model, dict):
+            raise ValueError(f"[{table}] model={model!r} must be a table of fields of "
+                             f"ModelConfig, written under [{table}.model]")
+    misplaced = {"method", "methods"} & data.get("base", {}).keys()
+    if misplaced: raise ValueError(f"{misplaced.pop()} belongs under [grid]")
+
+def _range(name, value, kinds):
+    "The text 3-6 as the numbers 3, 4, 5, 6; a list as it is, unless it is empty."
+    if value == []: raise ValueError(f"{name}=[] holds no value: give at least one")
+    if not isinstance(value, str) or int not in kinds: return value
+    found = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", value)
+    if found and int(found[1]) <= int(found[2]):
+        return range(int(found[1]), int(found[2]) + 1)
+    raise ValueError(f"{name}={value!r} must be a number, a list, or a range written as "
+                     "'0-9', the smaller number first")
 
 # %% ../nbs/17_sweep.ipynb #ab164d92
 def from_toml(
@@ -837,25 +857,33 @@ def from_toml(
 ) -> SweepFile:  # jobs, experiment, scale, time_limit
     "Read a sweep from a file: experiment, scale, [base], [base.model], [grid]."
     import tomllib
-    from stabbook.model import ModelConfig
-    from stabbook.train import Run
-
     path = Path(path)
     try: data = tomllib.loads(path.read_text())
     except FileNotFoundError: raise FileNotFoundError(f"no such file: {path}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ValueError(f"{path} is not valid TOML: {e}") from None
-    for key in data:
-        if key in TOML_KEYS: continue
-        raise ValueError(f"{path}: {unknown('key', key, TOML_KEYS)}")
-    settings, axes = dict(data.get("base", {})), dict(data.get("grid", {}))
-    methods = axes.pop("methods", axes.pop("method", ["baseline"]))
-    base = change(Run(model=ModelConfig()), **_flat(settings))
-    jobs = grid(base, methods, **{k: _range(v) for k, v in axes.items()})
+    try: return _sweep_of(data, path.stem)
+    except ValueError as e: raise ValueError(f"{path}: {e}") from None
+
+def _sweep_of(data, name):
+    "The sweep that a file's content describes; `name` is what it is called otherwise."
+    from stabbook.model import ModelConfig
+    from stabbook.train import Run
+    _check_toml(data)
+    axes = _flat(data.get("grid", {}))
+    base = change(Run(model=ModelConfig()), **_flat(data.get("base", {})))
+    given = [axes.pop(k) for k in ("methods", "method") if k in axes]
+    if len(given) > 1: raise ValueError("[grid] has both methods and method: keep one")
+    methods = given[0] if given else "baseline"
+    if not methods or not isinstance(methods, str | list):
+        raise ValueError(f"methods={methods!r} must be a name or a list of names")
+    axes = {k: _range(k, v, _place(base, k)[2]) for k, v in axes.items()}
     head = {k: data[k] for k in ("scale", "time_limit") if k in data}
-    return SweepFile(jobs, data.get("experiment", path.stem), **head)
+    store.folder(data.get("experiment", name), data.get("scale", "smoke"))
+    return SweepFile(grid(base, methods, **axes), data.get("experiment", name), **head)
 
 def _flat(settings):
     "Settings of a run, with the table of its model spread out."
+    settings = dict(settings)
     model = settings.pop("model", {})
     return {**settings, **{f"model.{k}": v for k, v in model.items()}}
