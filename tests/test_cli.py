@@ -48,8 +48,8 @@ def test_import_is_light():
 def test_help_and_version_say_what_there_is(call):
     top = call("--help")
     assert top.exit_code == 0
-    for name in "run", "sweep", "doctor", "--version": assert name in top.output
-    for name in "run", "sweep", "doctor":
+    for name in "run", "sweep", "verify", "doctor", "--version": assert name in top.output
+    for name in "run", "sweep", "verify", "doctor":
         assert call(name, "-h").exit_code == 0
     assert "--dry-run" in call("sweep", "-h").output
     assert call("--version").output.strip() == "stabbook 0.1.0"
@@ -106,7 +106,20 @@ def test_sweep_from_a_file(call, tmp_path):
     ("exprmnt = 'x'", "did you mean 'experiment'?"),
     ("[base.model]\nhidden_sizes = 3", "did you mean 'hidden_size'?"),
     ("[base", "is not valid TOML"),
-    ("scale = 'tiny'\n[grid]\nseed = 1", "smoke, cpu, gpu")])
+    ("scale = 'tiny'\n[grid]\nseed = 1", "smoke, cpu, gpu"),
+    ("experiment = 3", "experiment=3 must be a text"),
+    ("experiment = 'a b'", "letters, digits"),
+    ("time_limit = '10'", "time_limit='10' must be a number of seconds"),
+    ("grid = 3", "grid=3 must be a table"), ("[[grid]]\nseed = 1", "must be a table"),
+    ("[base]\nmodel = 3", "[base.model]"),
+    ("[base]\nmethods = ['qk_norm']", "methods belongs under [grid]"),
+    ("[grid]\nmethods = 3", "methods=3 must be a name or a list of names"),
+    ("[grid]\nmethod = 'baseline'\nmethods = ['qk_norm']", "keep one"),
+    ("[grid]\nseed = []", "seed=[] holds no value"),
+    ("[grid]\nseed = '0..9'", "a range written as '0-9'"),
+    ("[grid]\nseed = '9-0'", "the smaller number first"),
+    ("[grid]\nlearning_rate = '0.1'", "learning_rate='0.1' must be a finite number"),
+    ("[grid.model]\nhiden_size = [8]", "did you mean 'hidden_size'?")])
 def test_mistakes_in_a_file_are_named(call, tmp_path, text, words):
     (tmp_path / "bad.toml").write_text(text)
     out = call("sweep", tmp_path / "bad.toml")
