@@ -690,7 +690,7 @@ def _log(summary):
 
 # %% ../nbs/17_sweep.ipynb #9902ae7c
 OUTCOMES = "bit-equal", "consistent", "different"
-FIRST, TOLERANCE = 20, 1e-3  # steps that must agree, and how closely (relative)
+FIRST, TOLERANCE = 5, 1e-3  # steps that must agree, and how closely (relative)
 
 @dataclass(frozen=True)
 class Check:

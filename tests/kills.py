@@ -29,7 +29,7 @@ from stabbook import sweep as lab
 
 HERE = Path(__file__).resolve().parent
 TARGETS, MOMENTS = ("sweep", "worker", "kernel"), ("import", "claim", "train", "save")
-NAME, VOLATILE = "kills", ("wall_seconds", "peak_memory_mb")
+NAME, VOLATILE = "kills", ("wall_seconds", "peak_memory_mb", "commit")
 SLOW = 0.03  # seconds that a disk takes here, so that a kill can hit it
 
 
