@@ -155,7 +155,16 @@ def _book(start=None):
     return next((p for p in (here, *here.parents)
                  if all((p / m).exists() for m in marks)), None)
 
-def _experiment(name, scale, workers, dry_run):
+def _forget_failed(name, scale):
+    "Remove the records of failed runs, so that they count as missing."
+    from stabbook import store
+    if not store.keys(name, scale): return
+    df = store.load(name, scale)
+    for key in df[df.error != ""].key:
+        (store.folder(name, scale) / f"{key}.parquet").unlink()
+    typer.echo(f"{(df.error != '').sum()} failed runs will be trained again", err=True)
+
+def _experiment(name, scale, workers, dry_run, retry_failed=False):
     "Train what an experiment of the book lacks: `make reproduce` in its folder."
     import subprocess
     from stabbook.data import unknown
@@ -171,6 +180,7 @@ def _experiment(name, scale, workers, dry_run):
     command = ["make", "reproduce", f"EXPERIMENT={name}", f"SCALE={scale}"]
     if workers is not None: command.append(f"WORKERS={workers}")
     typer.echo(("would run: " if dry_run else "") + " ".join(command), err=not dry_run)
+    if retry_failed and not dry_run: _forget_failed(name, scale)
     if not dry_run: raise typer.Exit(subprocess.run(command, cwd=book).returncode)
 
 # %% ../nbs/19_cli.ipynb #1c089ce0
@@ -195,7 +205,10 @@ def sweep_(
     from stabbook import store
     if scale is not None: store.folder("any", scale)  # refuses an unknown name
     if not what.endswith(".toml") and not Path(what).is_file():
-        return _experiment(what, scale or "smoke", workers, dry_run)
+        if quiet or time_limit is not None:
+            raise ValueError("--quiet and --time-limit need a .toml file: the page of "
+                             "an experiment calls its sweep itself")
+        return _experiment(what, scale or "smoke", workers, dry_run, retry_failed)
     from stabbook.sweep import from_toml, sweep
     given = dict(vars(from_toml(what)))
     if scale is not None: given |= {"scale": scale}

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from stabbook import cli, store
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
 TINY = ["--corpus", "markov:1,4,0,20000", "--steps", "3", "--set", "hidden_size=16",
         "--set", "num_hidden_layers=1", "--set", "sequence_length=16"]
 SWEEP = """
@@ -150,6 +151,25 @@ def test_experiment_of_the_book(call, tmp_path, monkeypatch):
     assert out.exit_code == 0
     assert (tmp_path / "said").read_text() == "learning_rate cpu 2\n"
     assert "did you mean 'learning_rate'?" in call("sweep", "lerning_rate").stderr
+    for option in ["--quiet"], ["--time-limit", "3"]:
+        out = call("sweep", "learning_rate", *option)
+        assert out.exit_code == 2 and "need a .toml file" in out.stderr
+
+
+def test_failed_runs_of_an_experiment_are_tried_again_on_demand(call, tmp_path, monkeypatch):
+    from test_store import record
+    for seed, error in enumerate(["", "MemoryError", "hung"]):
+        store.save(record(seed=seed, error=error), "growth", "cpu")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nbs" / "experiments").mkdir(parents=True)
+    (tmp_path / "nbs" / "experiments" / "growth.ipynb").touch()
+    (tmp_path / "Makefile").write_text("reproduce:\n\t@exit 0\n")
+    call("sweep", "growth", "--scale", "cpu", "--retry-failed", "--dry-run")
+    assert call("sweep", "growth", "--scale", "cpu").exit_code == 0
+    assert len(store.keys("growth", "cpu")) == 3, "only when asked, and not in a dry run"
+    out = call("sweep", "growth", "--scale", "cpu", "--retry-failed")
+    assert out.exit_code == 0 and "2 failed runs will be trained again" in out.stderr
+    assert store.load("growth", "cpu").error.tolist() == [""]
 
 
 def test_doctor(call, tmp_path, monkeypatch):
