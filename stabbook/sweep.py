@@ -690,7 +690,7 @@ def _log(summary):
 
 # %% ../nbs/17_sweep.ipynb #9902ae7c
 OUTCOMES = "bit-equal", "consistent", "different"
-FIRST, TOLERANCE = 5, 1e-3  # steps that must agree, and how closely (relative)
+FIRST, TOLERANCE = 3, 2e-4  # steps that must agree, and how closely (relative)
 
 @dataclass(frozen=True)
 class Check:
@@ -738,13 +738,12 @@ def _same_bits(then, now):
                if k in now.summary]
     return bool(shared) and all(repr(a) == repr(b) for a, b in numbers)
 
-def _first_gap(then, now, first):
-    "The largest relative difference of the first losses; inf where one is missing."
-    a, b = (np.asarray(c["loss"], float)[:first] for c in (then["curves"], now.curves))
-    if len(a) != len(b) or not len(a): return np.inf
-    gap = np.abs(a - b) / np.maximum(np.abs(a), 1e-12)
-    gap[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
-    return float(np.nan_to_num(gap, nan=np.inf).max())
+def _agree(then, now, tolerance):
+    "How many of the first losses agree, and how many there are."
+    a, b = (np.asarray(c["loss"], float) for c in (then["curves"], now.curves))
+    n = min(len(a), len(b))
+    apart = ~np.isclose(b[:n], a[:n], rtol=tolerance, atol=0.0, equal_nan=True)
+    return int(apart.argmax()) if apart.any() else n, max(len(a), len(b))
 
 # %% ../nbs/17_sweep.ipynb #dd2d6c96
 def compare(
@@ -761,14 +760,15 @@ def compare(
     verdict = metrics.verdict(
         now.summary["final_loss"], now.summary["initial_loss"], row.best_loss,
         learning_rate=row.learning_rate, best_rate=row.best_rate)
-    gap = _first_gap(then, now, first)
-    fits = gap <= tolerance and verdict == row.verdict
+    steps, most = _agree(then, now, tolerance)
+    fits = steps >= min(first, most) and verdict == row.verdict
     verdicts = (f"{verdict} both times" if verdict == row.verdict else
                 f"{row.verdict} then and {verdict} now")
     return ("consistent" if fits else "different",
-            f"losses of the first {first} steps within {gap:.1e} (allowed "
-            f"{tolerance:g}), final loss {then['summary']['final_loss']:.4f} then and "
-            f"{now.summary['final_loss']:.4f} now, verdict {verdicts}; {unlike}")
+            f"the losses agree within {tolerance:g} for {steps} of {most} steps "
+            f"({min(first, most)} must), the final loss was "
+            f"{then['summary']['final_loss']:.4f} and is {now.summary['final_loss']:.4f}, "
+            f"verdict {verdicts}; {unlike}")
 
 # %% ../nbs/17_sweep.ipynb #cbac1f96
 def _verify_one(name, scale, row, results, trainer, **how):
