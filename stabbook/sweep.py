@@ -648,7 +648,7 @@ def _run_all(orders, todo, workers, largest, counts, watch):
             elif what == "failed": counts["failed"] += 1; errors.append((key, text))
             else: counts["reused" if what == "stored" else "trained"] += 1
         todo = [j for j in todo if j.key in set(busy)]
-        if todo: watch.say(f"waiting for {len(todo)} runs that another sweep is training")
+        if todo: watch.say(f"waiting for {len(todo)} runs that another sweep has")
         while todo and not any(_free(orders, j.key) for j in todo): time.sleep(0.5)
     return errors
 
@@ -766,9 +766,9 @@ def compare(
                 f"{row.verdict} then and {verdict} now")
     return ("consistent" if fits else "different",
             f"the losses agree within {tolerance:g} for {steps} of {most} steps "
-            f"({min(first, most)} must), the final loss was "
-            f"{then['summary']['final_loss']:.4f} and is {now.summary['final_loss']:.4f}, "
-            f"verdict {verdicts}; {unlike}")
+            f"({min(first, most)} must), final loss "
+            f"{then['summary']['final_loss']:.4f} then and "
+            f"{now.summary['final_loss']:.4f} now, verdict {verdicts}; {unlike}")
 
 # %% ../nbs/17_sweep.ipynb #cbac1f96
 def _verify_one(name, scale, row, results, trainer, **how):
@@ -782,7 +782,9 @@ def _verify_one(name, scale, row, results, trainer, **how):
         if run.key != row.key:
             found = "different", (f"the same description now has the key {run.key}: "
                                   "the corpus or the meaning of a field has changed")
-        else: found = compare(then, _again(run, then["provenance"], trainer), row, **how)
+        else:
+            now = _again(run, then["provenance"], trainer)
+            found = compare(then, now, row, **how)
     except Exception as e:
         found = "different", f"it could not be trained again: {_in_words(e)}"
     return Check(name, scale, row.key, words, *found)
@@ -802,7 +804,8 @@ def verify(
     "Train stored runs, picked at random, again, and compare with what is stored."
     if not n >= 1: raise ValueError(f"n={n!r} must be a whole number from 1 up")
     names = [experiment] if experiment else [
-        e for e in store.experiments(results) if scale in (None, *store.scales(e, results))]
+        e for e in store.experiments(results)
+        if scale in (None, *store.scales(e, results))]
     if not names: raise StoreError(f"nothing is stored at scale {scale!r} in "
                                    f"{store.root(results)}; train an experiment first")
     pool = []
@@ -848,8 +851,8 @@ def _range(name, value, kinds):
     found = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", value)
     if found and int(found[1]) <= int(found[2]):
         return range(int(found[1]), int(found[2]) + 1)
-    raise ValueError(f"{name}={value!r} must be a number, a list, or a range written as "
-                     "'0-9', the smaller number first")
+    raise ValueError(f"{name}={value!r} must be a number, a list, or a range written "
+                     "as '0-9', the smaller number first")
 
 # %% ../nbs/17_sweep.ipynb #ab164d92
 def from_toml(

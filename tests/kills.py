@@ -235,7 +235,7 @@ def kill_once(root, target, moment, count, delay, wanted, real=False, again=0):
         left=len([p for p in folder.iterdir() if p.suffix != ".parquet"]))
 
 
-def plan(kills, seed, real_every=5):
+def plan(kills, seed, real_every=10):
     "Whom to kill, and when: targets and moments in turn, the rest at random"
     rng = random.Random(seed)
     for i in range(kills):
@@ -273,8 +273,8 @@ def main(kills=100, seed=0):
         table = campaign(int(kills), int(seed), folder, tell)
     print(f"\n{len(table)} kills, seed {seed}, {time.time() - began:.0f} s")
     print(pd.crosstab(table.target, table.hit, margins=True).to_string())
-    print(f"reruns {len(table)}; trainings started {table.starts.sum()}, of which "
-          f"{table.real.sum()} kills with real ones; kept over a kill {table.kept.sum()}, "
+    print(f"reruns {len(table)}; trainings started {table.starts.sum()}; in "
+          f"{table.real.sum()} kills they were real ones; kept over a kill {table.kept.sum()}, "
           f"trained by the reruns {table.trained.sum()}")
     print(", ".join(f"{name} {table[name].sum()}" for name in FAULTS))
     sys.exit(int(table[list(FAULTS)].to_numpy().sum() > 0))

@@ -382,7 +382,7 @@ def test_what_another_sweep_holds_is_waited_for(results, capsys):
     summary = go(some, progress=True)
     other.join()
     assert (summary.trained, summary.reused) == (2, 1)
-    assert "waiting for 1 runs that another sweep is training" in capsys.readouterr().err
+    assert "waiting for 1 runs that another sweep has" in capsys.readouterr().err
     assert some[1].key not in started(results)
 
 
