@@ -144,7 +144,7 @@ def check_compiled(fields):
     np.testing.assert_allclose(one_loss(config, True), one_loss(config, False), rtol=2e-3)
 
 
-@settings(max_examples=25, **STEADY)
+@settings(max_examples=8, **STEADY)
 @given(configs())
 def test_what_is_built_is_one_graph(fields):
     "Captured whole, forward and backward, without generating code"
@@ -155,6 +155,6 @@ def test_what_is_built_is_one_graph(fields):
 
 
 @pytest.mark.skipif(not T.can_compile(), reason="no C++ compiler")
-@settings(max_examples=2, **STEADY)
+@settings(max_examples=1, **STEADY)
 @given(configs().filter(lambda fields: len(fields) > 10))
 def test_what_is_built_compiles(fields): check_compiled(fields)
