@@ -368,8 +368,18 @@ def test_lock_pins_everything_and_names_no_place():
 
 def test_help_is_the_default_target_and_names_every_target():
     done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for target in ("book", "test", "serve", "reproduce", "clean", "lock"):
+    for target in ("book", "test", "serve", "reproduce", "verify", "clean", "lock"):
         assert f"make {target}" in done.stdout
+
+
+def test_verify_passes_on_what_it_is_given():
+    def says(*words):
+        done = subprocess.run(["make", "-n", "-o", ".venv/.installed", "verify", *words],
+                              cwd=ROOT, capture_output=True, text=True, check=True)
+        return " ".join(done.stdout.split())
+    assert says() == '.venv/bin/stabbook verify -n "5" --scale "cpu"'
+    assert says("N=2", "EXPERIMENT=learning_rate", "SCALE=gpu", "SEED=7") == (
+        '.venv/bin/stabbook verify learning_rate -n "2" --scale "gpu" --seed "7"')
 
 
 def test_serve_takes_another_port_when_its_own_is_taken(book):

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from stabbook import cli, store
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
 TINY = ["--corpus", "markov:1,4,0,20000", "--steps", "3", "--set", "hidden_size=16",
         "--set", "num_hidden_layers=1", "--set", "sequence_length=16"]
 SWEEP = """
@@ -48,8 +49,8 @@ def test_import_is_light():
 def test_help_and_version_say_what_there_is(call):
     top = call("--help")
     assert top.exit_code == 0
-    for name in "run", "sweep", "doctor", "--version": assert name in top.output
-    for name in "run", "sweep", "doctor":
+    for name in "run", "sweep", "verify", "doctor", "--version": assert name in top.output
+    for name in "run", "sweep", "verify", "doctor":
         assert call(name, "-h").exit_code == 0
     assert "--dry-run" in call("sweep", "-h").output
     assert call("--version").output.strip() == "stabbook 0.1.0"
@@ -106,7 +107,20 @@ def test_sweep_from_a_file(call, tmp_path):
     ("exprmnt = 'x'", "did you mean 'experiment'?"),
     ("[base.model]\nhidden_sizes = 3", "did you mean 'hidden_size'?"),
     ("[base", "is not valid TOML"),
-    ("scale = 'tiny'\n[grid]\nseed = 1", "smoke, cpu, gpu")])
+    ("scale = 'tiny'\n[grid]\nseed = 1", "smoke, cpu, gpu"),
+    ("experiment = 3", "experiment=3 must be a text"),
+    ("experiment = 'a b'", "letters, digits"),
+    ("time_limit = '10'", "time_limit='10' must be a number of seconds"),
+    ("grid = 3", "grid=3 must be a table"), ("[[grid]]\nseed = 1", "must be a table"),
+    ("[base]\nmodel = 3", "[base.model]"),
+    ("[base]\nmethods = ['qk_norm']", "methods belongs under [grid]"),
+    ("[grid]\nmethods = 3", "methods=3 must be a name or a list of names"),
+    ("[grid]\nmethod = 'baseline'\nmethods = ['qk_norm']", "keep one"),
+    ("[grid]\nseed = []", "seed=[] holds no value"),
+    ("[grid]\nseed = '0..9'", "a range written as '0-9'"),
+    ("[grid]\nseed = '9-0'", "the smaller number first"),
+    ("[grid]\nlearning_rate = '0.1'", "learning_rate='0.1' must be a finite number"),
+    ("[grid.model]\nhiden_size = [8]", "did you mean 'hidden_size'?")])
 def test_mistakes_in_a_file_are_named(call, tmp_path, text, words):
     (tmp_path / "bad.toml").write_text(text)
     out = call("sweep", tmp_path / "bad.toml")
@@ -137,6 +151,25 @@ def test_experiment_of_the_book(call, tmp_path, monkeypatch):
     assert out.exit_code == 0
     assert (tmp_path / "said").read_text() == "learning_rate cpu 2\n"
     assert "did you mean 'learning_rate'?" in call("sweep", "lerning_rate").stderr
+    for option in ["--quiet"], ["--time-limit", "3"]:
+        out = call("sweep", "learning_rate", *option)
+        assert out.exit_code == 2 and "need a .toml file" in out.stderr
+
+
+def test_failed_runs_of_an_experiment_are_tried_again_on_demand(call, tmp_path, monkeypatch):
+    from test_store import record
+    for seed, error in enumerate(["", "MemoryError", "hung"]):
+        store.save(record(seed=seed, error=error), "growth", "cpu")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nbs" / "experiments").mkdir(parents=True)
+    (tmp_path / "nbs" / "experiments" / "growth.ipynb").touch()
+    (tmp_path / "Makefile").write_text("reproduce:\n\t@exit 0\n")
+    call("sweep", "growth", "--scale", "cpu", "--retry-failed", "--dry-run")
+    assert call("sweep", "growth", "--scale", "cpu").exit_code == 0
+    assert len(store.keys("growth", "cpu")) == 3, "only when asked, and not in a dry run"
+    out = call("sweep", "growth", "--scale", "cpu", "--retry-failed")
+    assert out.exit_code == 0 and "2 failed runs will be trained again" in out.stderr
+    assert store.load("growth", "cpu").error.tolist() == [""]
 
 
 def test_doctor(call, tmp_path, monkeypatch):

@@ -186,14 +186,41 @@ def test_interrupt_while_writing_is_passed_on_and_leaves_nothing(results, monkey
     assert list((results / "exp" / "cpu").iterdir()) == []
 
 
-def test_strays_are_ignored_and_cleared_after_a_day(results):
+def test_strays_are_ignored_and_cleared_when_their_writer_is_dead(results):
+    path = store.save(record(), "exp", "cpu")
+    dead = path.parent / ".dead.parquet.1.tmp"
+    dead.write_bytes(b"half")
+    file, living = store._open_aside(path)
+    assert store.keys("exp", "cpu") == {path.stem} and len(store.load("exp")) == 1
+    store.prepare("exp", "cpu")
+    assert not dead.exists() and living.exists(), "a writer at work was robbed"
+    file.close()
+    store.prepare("exp", "cpu")
+    assert not living.exists()
+
+
+def test_without_locks_strays_are_cleared_after_a_day(results, monkeypatch):
+    monkeypatch.setattr(store, "fcntl", None)
     path = store.save(record(), "exp", "cpu")
     old, new = (path.parent / f".{n}.parquet.1.tmp" for n in ("old", "new"))
     old.write_bytes(b"half"), new.write_bytes(b"half")
     os.utime(old, (time.time() - 90_000,) * 2)
-    assert store.keys("exp", "cpu") == {path.stem} and len(store.load("exp")) == 1
     store.prepare("exp", "cpu")
     assert not old.exists() and new.exists()
+
+
+def test_a_writer_whose_file_was_taken_for_a_stray_opens_another(results, monkeypatch):
+    path, real, seen = store.prepare("exp", "cpu") / "k.parquet", store.lock, []
+
+    def robbed(fd, without=True):
+        if not seen:  # between opening and locking somebody cleared it away
+            seen.extend(path.parent.glob(".*.tmp"))
+            seen[0].unlink()
+        return real(fd, without)
+    monkeypatch.setattr(store, "lock", robbed)
+    store._write_aside(path, b"all of it")
+    assert seen and [p.name for p in path.parent.iterdir()] == ["k.parquet"]
+    assert path.read_bytes() == b"all of it"
 
 
 def test_killed_while_saving_leaves_whole_files_only(results):

@@ -1,11 +1,16 @@
 """Sweep: each run once, whatever raises, hangs, dies or is interrupted."""
 import errno
+import hashlib
+import io
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,6 +60,7 @@ def trainer(run, deadline_seconds=None):
     if what == "sleep": time.sleep(float(value))
     if what == "raise": raise RuntimeError("a run that\nraises")
     if what == "exit": raise SystemExit(3)
+    if what == "memory": bytearray(1 << 62)
     if what == "die": os.kill(os.getpid(), signal.SIGKILL)
     if what == "die_once" and not Path(value).exists():
         Path(value).touch()
@@ -116,6 +122,21 @@ def test_a_run_that_raises_is_a_record_and_the_others_go_on(results):
     assert go(some).reused == 4 and len(started(results)) == 4
 
 
+def test_a_run_out_of_memory_becomes_a_record_and_the_others_go_on(results):
+    summary = go(jobs(3, n1="memory"), workers=2)
+    assert (summary.trained, summary.failed) == (2, 1)
+    df = store.load("exp").set_index("seed")
+    assert df.error[1].startswith("MemoryError (test_sweep.py:")
+    assert store.provenance(store.load("exp"))["errors"] == 1
+
+
+def test_every_experiment_page_counts_its_errors():
+    for page in (HERE.parent / "nbs" / "experiments").glob("*.ipynb"):
+        code = "".join("".join(c["source"]) for c in json.loads(page.read_text())["cells"]
+                       if c["cell_type"] == "code")
+        assert "store.provenance(" in code, f"{page.name} must show store.provenance"
+
+
 def test_retry_failed_trains_those_alone(results):
     go(jobs(4, n1="raise", n2="raise"))
     summary = go(jobs(4, n2="raise"), retry_failed=True)
@@ -163,13 +184,15 @@ SCRIPT = textwrap.dedent(f"""
     import sys; sys.path.insert(0, {str(HERE)!r})
     from test_sweep import go, jobs
     print("ready", flush=True)
-    n, note, workers = sys.argv[1:]
-    print(go(jobs(int(n), all=note), workers=int(workers)), flush=True)
+    n, note, workers, *shown = sys.argv[1:]
+    more = dict(progress=True, every=float(shown[0])) if shown else {{}}
+    print(go(jobs(int(n), all=note), workers=int(workers), **more), flush=True)
 """)
 
 
-def start(n, note, workers=2):
-    p = subprocess.Popen([sys.executable, "-c", SCRIPT, str(n), note, str(workers)],
+def start(n, note, workers=2, *shown):
+    words = [str(w) for w in (n, note, workers, *shown)]
+    p = subprocess.Popen([sys.executable, "-c", SCRIPT, *words],
                          cwd=HERE.parent, text=True, stdout=subprocess.PIPE,
                          stderr=subprocess.PIPE, start_new_session=True)
     assert p.stdout.readline() == "ready\n"
@@ -228,12 +251,56 @@ def test_killed_sweep_leaves_no_orphans_and_is_gone_on_with(results):
     assert not list((results / "exp" / "smoke").glob("*.claim"))
 
 
-def test_two_sweeps_on_one_store_share_the_work(results):
+def test_a_worker_that_never_had_a_job_goes_with_its_sweep(results):
+    code = SCRIPT + "\nimport time; time.sleep(600)"
+    p = subprocess.Popen([sys.executable, "-c", code, "1", "", "2"], cwd=HERE.parent,
+                         stdout=subprocess.PIPE, text=True)
+    assert p.stdout.readline() == "ready\n" and "1 trained" in p.stdout.readline()
+    idle = children(p.pid)
+    assert len(idle) >= 2
+    p.kill()
+    p.wait(), p.stdout.close()
+    wait_for(lambda: not any(map(alive, idle)), 30)
+
+
+class Reader(threading.Thread):
+    "Reads a store without pause, as a book that is being built does"
+    def __init__(self, results):
+        super().__init__()
+        self.results, self.end, self.error = results, threading.Event(), None
+        self.sizes, self.seen, self.digests = [], {}, set()
+
+    def run(self):
+        sys.path.insert(0, str(HERE.parent / "book"))
+        import build
+        book = build.Book(HERE.parent)
+        book.results = self.results
+        try:
+            while not self.end.is_set():
+                self.digests.add(book.result_files(["exp"], smoke=True))
+                if not store.keys("exp", "smoke"): continue
+                for path in store.sources("exp", "smoke"):
+                    sha = hashlib.sha256(path.read_bytes()).hexdigest()
+                    self.seen.setdefault(path.name, set()).add(sha)
+                self.sizes.append(len(store.load("exp")))
+        except BaseException as e: self.error = e
+
+
+def test_two_sweeps_on_one_store_share_the_work_while_it_is_read(results):
+    reader = Reader(results)
+    reader.start()
     both = [start(12, "sleep 0.3") for _ in range(2)]
-    said = [p.communicate(timeout=120)[0] for p in both]
+    said = [p.communicate(timeout=300)[0] for p in both]
+    reader.end.set()
+    reader.join()
     counts = [[int(w) for w in s.split() if w.isdigit()][:3] for s in said]
     assert sum(c[0] for c in counts) == 12 and all(sum(c) == 12 for c in counts), said
     assert sorted(started(results)) == sorted(store.keys("exp", "smoke"))
+    assert reader.error is None and reader.sizes == sorted(reader.sizes)
+    assert len(set(reader.sizes)) > 2 and len(reader.digests) > 2, "it read in between"
+    assert all(len(shas) == 1 for shas in reader.seen.values()), "a file that changed"
+    left = [f.name for f in (results / "exp" / "smoke").iterdir()]
+    assert all(name.endswith(".parquet") and name[0] != "." for name in left), left
 
 
 def test_a_dask_worker_that_is_killed_loses_nothing(results, monkeypatch):
@@ -248,13 +315,13 @@ def test_a_dask_worker_that_is_killed_loses_nothing(results, monkeypatch):
         def kill():
             wait_for(lambda: len(store.keys("exp", "smoke")) >= 2)
             os.kill(victim, signal.SIGKILL)
-        import threading
         killer = threading.Thread(target=kill)
         killer.start()
         summary = go(jobs(12, all="sleep 0.3"), workers=None)
         killer.join()
     df = store.load("exp")
     assert len(df) == 12 and (df.error == "").all() and summary.failed == 0
+    assert not alive(victim)
     assert df.worker.nunique() >= 2 and os.getpid() not in set(df.worker)
     assert len(started(results)) <= 14
 
@@ -278,8 +345,29 @@ def test_claim_of_a_dead_process_is_free_at_once(tmp_path):
     with Claim(path) as mine: assert mine
 
 
-def test_what_another_sweep_holds_is_waited_for(results):
-    import threading
+def test_a_claim_that_cannot_be_written_is_given_back(tmp_path, monkeypatch):
+    "On a full disk: a lock that stayed would make the next sweep wait for ever"
+    def full(fd, data): raise OSError(errno.ENOSPC, "No space left on device")
+    path = tmp_path / "k.claim"
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError), Claim(path): pass
+    monkeypatch.undo()
+    assert not path.exists()
+    with Claim(path) as mine: assert mine
+
+
+def test_what_the_dead_left_goes_even_when_all_is_stored(results):
+    go(jobs(2))
+    folder = results / "exp" / "smoke"
+    (folder / f"{jobs(2)[0].key}.claim").touch()
+    (folder / f".{jobs(2)[0].key}.parquet.1.tmp").write_bytes(b"half")
+    with Claim(folder / f"{jobs(2)[1].key}.claim") as mine:
+        assert mine and go(jobs(2)).reused == 2
+        assert sorted(p.name for p in folder.iterdir() if p.suffix != ".parquet") == [
+            f"{jobs(2)[1].key}.claim"], "the claim that is held stays"
+
+
+def test_what_another_sweep_holds_is_waited_for(results, capsys):
     some = jobs(3)
     folder = store.prepare("exp", "smoke")
     held = Claim(folder / f"{some[1].key}.claim", sweep="other")
@@ -291,25 +379,27 @@ def test_what_another_sweep_holds_is_waited_for(results):
         held.__exit__()
     other = threading.Thread(target=finish)
     other.start()
-    summary = go(some)
+    summary = go(some, progress=True)
     other.join()
     assert (summary.trained, summary.reused) == (2, 1)
+    assert "waiting for 1 runs that another sweep has" in capsys.readouterr().err
     assert some[1].key not in started(results)
 
 
-def test_full_disk_stops_the_sweep_with_the_remedy(results, monkeypatch):
+def test_full_disk_stops_the_sweep_with_the_remedy(results, monkeypatch, capsys):
     go(jobs(2))
 
     def full(fd): raise OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StoreError, match="disk is full: free some space"): go(jobs(5))
     monkeypatch.undo()
+    assert "2 of 5 runs are stored; start the same sweep again" in capsys.readouterr().err
     assert len(store.load("exp", results=results)) == 2
 
 
 def test_closed_folder_is_said_before_anything_is_trained(results, monkeypatch):
-    def closed(self, data): raise OSError(errno.EROFS, "Read-only file system")
-    monkeypatch.setattr(Path, "write_bytes", closed)
+    def closed(path): raise OSError(errno.EROFS, "Read-only file system")
+    monkeypatch.setattr(store, "_open_aside", closed)
     with pytest.raises(StoreError, match="cannot be written to"): go(jobs(2))
     assert not (results.parent / "trace").exists()
 
@@ -355,6 +445,28 @@ def test_progress_in_a_log_is_lines_and_failures_one_line_each(results, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_progress_through_a_pipe_is_a_line_now_and_then(results):
+    p = start(12, "sleep 0.25", 0, 1.0)
+    err = p.communicate(timeout=120)[1]
+    lines = [ln for ln in err.splitlines() if " done (" in ln]
+    assert 2 <= len(lines) <= 12 and "\r" not in err and "%|" not in err
+    assert re.fullmatch(r"exp smoke: \d+ of 12 done \(0 reused, 0 failed\), \d+ s left",
+                        lines[0]), lines[0]
+
+
+def test_progress_on_a_terminal_is_a_bar(results, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self): return True
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    go(jobs(2)), go(jobs(5, all="sleep 0.4", n4="raise"), progress=True)
+    bar = screen.getvalue()
+    assert "exp smoke: " in bar and "5/5" in bar and "\r" in bar
+    assert "reused=2" in bar and "failed=1" in bar
+    assert re.search(r"\d/5 \[\d\d:\d\d<", bar), "time passed and left"
+    assert len(re.findall(r"seed=4 failed: RuntimeError: a run that raises", bar)) == 1
+
+
 def test_run_log_has_one_json_line_a_sweep(results, tmp_path, monkeypatch):
     monkeypatch.setenv("STABBOOK_RUN_LOG", str(tmp_path / "log"))
     go(jobs(3, n0="raise")), go(jobs(3))
@@ -388,6 +500,52 @@ def test_four_hundred_stored_runs_start_fast(results):
     begin = time.process_time()
     assert go(many, workers=2).reused == 400
     assert time.process_time() - begin < 3
+
+
+def test_the_stored_runs_of_the_book_are_found_again_and_fast():
+    "All committed runs of the largest experiment: the same keys, in under 3 s"
+    from stabbook.train import Run as RealRun
+    there = HERE.parent / "book" / "results"
+    many = [Job(RealRun.from_dict(json.loads(row.run_json)), {"method": row.method})
+            for row in store.load("learning_rate", "cpu", results=there).itertuples()]
+    begin = time.process_time()
+    summary = sweep(many, "learning_rate", "cpu", progress=False, results=there,
+                    dry_run=False, trainer=lambda run, **kw: 1 / 0)
+    assert summary.reused == len(many) >= 100 and summary.trained == summary.failed == 0
+    assert time.process_time() - begin < 3
+
+
+def with_worker(run, **limits):
+    "Trains for real, and notes in which process"
+    from stabbook.train import train
+    record = train(run, compile=True, **limits)
+    record.provenance["worker"] = os.getpid()
+    return record
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_compiled_runs_have_the_same_bits_on_one_worker_and_on_two(
+        results, tmp_path, monkeypatch):
+    "The second sweep compiles for itself: it finds no code of the first"
+    from joblib.externals.loky import get_reusable_executor
+    from stabbook.model import ModelConfig
+    from stabbook.train import Run as RealRun
+    base = RealRun(model=ModelConfig(hidden_size=16, num_hidden_layers=1), steps=30,
+                   corpus="markov:1,4,0,20000", sequence_length=16, warmup_steps=1)
+    real = lab.grid(base, learning_rate=[0.01, 0.3], seed=range(2))
+    for name, workers, order in ("one", 1, 1), ("two", 2, -1):
+        if workers == 2: monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        get_reusable_executor().shutdown(wait=True)  # new workers, with this folder
+        sweep(real[::order], name, "smoke", workers, False, chunk=1,
+              trainer=with_worker)
+    get_reusable_executor().shutdown(wait=True)
+    one, two = store.load("one"), store.load("two")
+    assert (one.worker.nunique(), two.worker.nunique()) == (1, 2)
+    assert one.compiled.all() and two.compiled.all() and (one.error == "").all()
+    for name in ("loss", "grad_norm", "max_attention_logit", "attention_entropy"):
+        a, b = (store.curves(e, name=name) for e in ("one", "two"))
+        assert all(a[k].tobytes() == b[k].tobytes() for k in a) and len(a) == len(b) == 4
+    assert one.val_loss.tolist() == two.val_loss.tolist()
 
 
 def test_same_bits_in_this_process_or_in_two_workers_in_any_order(results):

@@ -1,0 +1,127 @@
+"""Verify: stored runs trained again are bit-equal, consistent or different, and why."""
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from stabbook import cli, store
+from stabbook import sweep as lab
+from stabbook.model import ModelConfig
+from stabbook.train import Run
+
+BASE = Run(model=ModelConfig(hidden_size=16, num_hidden_layers=1), steps=5, warmup_steps=1,
+           corpus="markov:1,4,0,20000", sequence_length=16, eval_windows=2)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    results = tmp_path_factory.mktemp("verify")
+    lab.sweep(lab.grid(BASE, ["baseline", "qk_norm"], seed=range(2)), "exp", "cpu",
+              workers=0, progress=False, results=results)
+    return results
+
+
+@pytest.fixture
+def results(trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("STABBOOK_RESULTS", str(tmp_path / "results"))
+    shutil.copytree(trained, tmp_path / "results")
+    return tmp_path / "results"
+
+
+def doctor(change):
+    "Store every run anew with something changed"
+    for key in store.keys("exp", "cpu"):
+        was = store.read(key, "exp")
+        change(was)
+        store.save(SimpleNamespace(**{**was, "run": Run.from_dict(was["run"])}), "exp",
+                   "cpu", was["label"])
+
+
+def outcomes(**kw):
+    return [(c.outcome, c.why) for c in lab.verify(4, "exp", **kw)]
+
+
+def call(*args):
+    return CliRunner().invoke(cli.app, ["verify", *map(str, args)])
+
+
+def test_untouched_runs_are_bit_equal(results):
+    found = outcomes()
+    assert [o for o, _ in found] == ["bit-equal"] * 4
+    assert all("are the same" in why for _, why in found)
+    out = call("exp", "-n", 2, "--seed", 3)
+    assert out.exit_code == 0 and out.stdout.startswith("picked with seed 3;")
+    assert out.stdout.splitlines()[-1] == "2 bit-equal, 0 consistent, 0 different"
+
+
+def test_noise_and_another_machine_are_consistent_and_told(results):
+    def noise(was):
+        was["curves"]["loss"] *= np.float32(1 + 1e-5)
+        was["provenance"] |= dict(torch="2.6.0", device="Abacus 3")
+    doctor(noise)
+    for outcome, why in outcomes():
+        assert outcome == "consistent"
+        assert "the losses agree within 0.0002 for 5 of 5 steps (3 must)" in why
+        assert "verdict ok both times" in why
+        assert "torch 2.6.0 then and" in why and "device Abacus 3 then" in why
+    assert call("exp").exit_code == 0
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda was: was["curves"]["loss"].__imul__(np.float32(1.001)), "for 0 of 5 steps"),
+    (lambda was: was["curves"].update(loss=was["curves"]["loss"][:2]), "for 2 of 5 steps"),
+    (lambda was: was["summary"].update(final_loss=99.0), "verdict above_initial then and ok"),
+    (lambda was: was["curves"]["loss"].__setitem__(2, np.nan), "for 2 of 5 steps")])
+def test_a_doctored_record_is_different(results, change, words):
+    doctor(change)
+    found = outcomes()
+    assert all(outcome == "different" for outcome, _ in found), found
+    assert any(words in why for _, why in found), found
+    out = call("exp", "-n", 1)
+    assert out.exit_code == 1 and out.stdout.splitlines()[-1].endswith("1 different")
+
+
+def test_a_run_that_cannot_be_trained_again_is_different(results):
+    def broken(run): raise RuntimeError("no luck")
+    found = outcomes(trainer=broken)
+    assert all(o == "different" and "RuntimeError: no luck" in why for o, why in found)
+    doctor(lambda was: None)
+    for key in store.keys("exp", "cpu"):  # the name says one run, the content another
+        path = results / "exp" / "cpu" / f"{key}.parquet"
+        path.rename(path.with_name("0" * 16 + ".parquet"))
+        break
+    row = SimpleNamespace(key="0" * 16, learning_rate=0.01, seed=0)
+    check = lab._verify_one("exp", "cpu", row, None, None)
+    assert check.outcome == "different" and "now has the key" in check.why
+
+
+def test_it_trains_as_the_record_says(results, monkeypatch):
+    from stabbook import train
+    seen, real = [], train.train
+    monkeypatch.setattr(train, "train", lambda run, **kw: seen.append(kw) or real(run, **kw))
+    doctor(lambda was: was["provenance"].update(threads=2))
+    assert all("threads 2" not in why for _, why in outcomes())
+    assert seen == [dict(device="cpu", threads=2, compile=False)] * 4
+
+
+def test_the_pick_is_repeatable_and_leaves_errors_out(results):
+    picks = [[c.key for c in lab.verify(2, seed=s, trainer=lambda run: 1 / 0)]
+             for s in (0, 0, 1, 2, 3)]
+    assert picks[0] == picks[1] and len({tuple(p) for p in picks}) > 1
+    assert len(list(lab.verify(99, trainer=lambda run: 1 / 0))) == 4
+    lost = lab.failure(BASE.replace(seed=7), "MemoryError")
+    store.save(lost, "exp", "cpu", {"method": "baseline"})
+    assert lost.run.key not in {c.key for c in lab.verify(99, trainer=lambda r: 1 / 0)}
+
+
+def test_wrong_names_are_answered_with_the_right_ones(results):
+    for args, code, words in ((["exq"], 1, "did you mean 'exp'?"),
+                              (["exp", "--scale", "cqu"], 2, "did you mean 'cpu'?"),
+                              (["exp", "--scale", "gpu"], 1, "but at cpu"),
+                              (["--scale", "gpu"], 1, "nothing is stored at scale 'gpu'"),
+                              (["exp", "-n", 0], 2, "1")):
+        out = call(*args)
+        assert out.exit_code == code and words in out.stderr, out.output
+    with pytest.raises(ValueError, match="n=0 must be"): lab.verify(0)
