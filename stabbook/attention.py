@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCOPES', 'GAINS', 'check_mask', 'allowed_keys', 'attention_probabilities', 'attention_stats', 'KVCache', 'gain_shape',
-           'QKNorm', 'head_sizes', 'Attention', 'QKNormAttention']
+           'QKNorm', 'head_sizes', 'Attention', 'query_temperature', 'LatentAttention', 'QKNormAttention']
 
 # %% ../nbs/05_attention.ipynb #f09dadb2
 import math
@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .norms import NORMS, choice, make_norm
+from .norms import NORMS, RMSNorm, choice, make_norm
 from .softcap import check_cap, soft_clip, softcap
 
 # %% ../nbs/05_attention.ipynb #1a4bf492
@@ -40,6 +40,7 @@ def allowed_keys(
     mask: Tensor | None = None,  # True where visible: (B, S) or (B, 1 or H, T, S)
     sliding_window: int | None = None,  # A query sees this many keys, itself included
     device: torch.device | None = None,
+    chunk: int | None = None,  # Keys of the query's own chunk only (Llama 4)
 ) -> Tensor:  # Bool (1 or B, 1 or H, T, S)
     "Which key each query may see: causal, aligned at the end, and what `mask` allows."
     # SDPA's is_causal aligns at the start, which masks the past when a cache is used
@@ -48,6 +49,11 @@ def allowed_keys(
     allowed = j <= i
     if sliding_window is not None: allowed = allowed & (j > i - sliding_window)
     allowed = allowed[None, None]
+    if chunk is not None:
+        first = 0  # chunks are counted from the first real token
+        if mask is not None and mask.dim() == 2:
+            first = (mask.cumsum(-1) == 0).sum(-1)[:, None, None, None]
+        allowed = allowed & ((i - first) // chunk == (j - first) // chunk)
     return allowed if mask is None else allowed & check_mask(mask, keys)
 
 # %% ../nbs/05_attention.ipynb #10ea7a55
@@ -58,13 +64,17 @@ def attention_probabilities(
     cap: float | None = None,  # softcap of the logits
     clip: tuple[float, float] | None = None,  # (zeta, gamma) of soft_clip
     padded: bool = False,  # Whether a row may be masked everywhere
+    sinks: Tensor | None = None,  # (H,) a logit of each head that no key owns
 ) -> Tensor:  # (B, H, T, S) in the dtype of z; a fully masked row is zero
     "Cap, mask, softmax, clip: in this order, since a cap after the mask leaks."
     z = softcap(z, cap)
     # a finite floor: the softmax of a row of -inf is NaN, and so is its gradient
     z = z.masked_fill(~allowed, torch.finfo(z.dtype).min if padded else -math.inf)
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
-    p = F.softmax(z, -1, dtype=wide)
+    if sinks is None: p = F.softmax(z, -1, dtype=wide)
+    else:
+        sink = sinks.to(z.dtype)[:, None, None].expand(*z.shape[:-1], 1)
+        p = F.softmax(torch.cat((z, sink), -1), -1, dtype=wide)[..., :-1]
     if padded: p = p.masked_fill(~allowed, 0.0)
     if clip is not None: p = soft_clip(p, *clip)
     return p.to(z.dtype)
@@ -194,6 +204,11 @@ class Attention(nn.Module):
         attn_prob_clip: tuple[float, float] | None = None,  # (zeta, gamma) of soft_clip
         query_pre_attn_scalar: float | None = None,  # Logits over its root; None: C
         sliding_window: int | None = None,  # Keys that a query sees, itself included
+        attention_chunk_size: int | None = None,  # Keys of the same chunk only
+        attention_sinks: bool = False,  # A learned logit a head (gpt-oss)
+        attn_temperature_scale: float | None = None,  # See `query_temperature`
+        attn_temperature_floor: int = 8192,
+        attention_k_eq_v: bool = False,  # Values are the projected keys (Gemma 4)
         attention_bias: bool = False,  # Of the query, key and value projections
         attention_out_bias: bool = False,  # Of the output projection
         linear: Callable[..., nn.Module] = nn.Linear,  # Or SigmaReparamLinear
@@ -203,9 +218,14 @@ class Attention(nn.Module):
         H, K, C = head_sizes(hidden_size, num_attention_heads, num_key_value_heads,
                              head_dim)
         self.num_attention_heads, self.num_key_value_heads, self.head_dim = H, K, C
+        self.rotary_head_dim = C
+        self.sinks = nn.Parameter(torch.zeros(H)) if attention_sinks else None
         self._set_logits(attn_logit_softcapping, attn_logit_temperature, attn_prob_clip,
                          query_pre_attn_scalar, sliding_window, backend)
+        self._set_range(attention_chunk_size, attn_temperature_scale,
+                        attn_temperature_floor)
         self._set_projections(linear, hidden_size, attention_bias, attention_out_bias)
+        if attention_k_eq_v: self.v_proj = None
         self.qk_norm_before_rope = qk_norm_before_rope
         self._set_norms(qk_norm, qk_norm_gain, v_norm, v_norm_gain, scope=qk_norm_scope,
                         eps=norm_eps, bias=norm_bias, cast_before_gain=cast_before_gain,
@@ -226,14 +246,25 @@ def _set_logits(self: Attention, cap, temperature, clip, scalar, window, backend
     if clip is not None: soft_clip(torch.zeros(1), *clip)
     self.clip, self.sliding_window = clip, window
     self.backend = choice("backend", backend, ("auto", "sdpa", "eager"))
-    if backend == "sdpa" and (self.cap or self.clip):
-        raise ValueError("backend='sdpa' would drop attn_logit_softcapping and "
-                         "attn_prob_clip, which need the logits; use 'auto' or 'eager'")
+    if backend == "sdpa" and (self.cap or self.clip or self.sinks is not None):
+        raise ValueError("backend='sdpa' would drop attn_logit_softcapping, "
+                         "attn_prob_clip and attention_sinks, which need the logits; "
+                         "use 'auto' or 'eager'")
     if scalar is None: scalar = self.head_dim
     self.scale = (_above_zero("attn_logit_temperature", temperature)
                   * _above_zero("query_pre_attn_scalar", scalar) ** -0.5)
 
-Attention._set_logits = _set_logits
+def _set_range(self: Attention, chunk, temperature, floor):
+    "What depends on positions: chunks, and the temperature of far queries."
+    for name, value in (("attention_chunk_size", chunk),
+                        ("attn_temperature_floor", floor)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    self.chunk, self.temperature = chunk, None
+    if temperature is not None:
+        self.temperature = _above_zero("attn_temperature_scale", temperature), floor
+
+Attention._set_logits, Attention._set_range = _set_logits, _set_range
 
 # %% ../nbs/05_attention.ipynb #403727cf
 def _set_projections(self: Attention, linear, hidden_size, bias, out_bias):
@@ -268,7 +299,8 @@ def _project(
 ):  # Queries (B, T, H, C), keys and values (B, T, K, C)
     "Project, normalise and rotate, in the order that was asked for."
     heads = lambda y: y.unflatten(-1, (-1, self.head_dim))
-    q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+    q, k = heads(self.q_proj(x)), heads(self.k_proj(x))
+    v = k if self.v_proj is None else heads(self.v_proj(x))
     normalise = self.q_norm is not None
     if normalise and self.qk_norm_before_rope: q, k = self.q_norm(q), self.k_norm(k)
     if rope is not None: q, k = rope(q), rope(k)
@@ -279,12 +311,24 @@ def _project(
 Attention.project = _project
 
 # %% ../nbs/05_attention.ipynb #0981c12f
+def _limits(self: Attention, keys: int) -> tuple[int | None, int | None]:
+    "Window and chunk; None where it holds all keys and hides nothing."
+    return tuple(n if n is not None and n < keys else None
+                 for n in (self.sliding_window, self.chunk))
+
+def _allowed(self: Attention, queries: int, keys: int, mask, device) -> Tensor:
+    "`allowed_keys` of this layer."
+    window, chunk = self.limits(keys)
+    return allowed_keys(queries, keys, mask, window, device, chunk)
+
+Attention.limits, Attention.allowed = _limits, _allowed
+
+# %% ../nbs/05_attention.ipynb #47e2dadb
 def _sdpa(self: Attention, q, k, v, mask, stats=None):
     "Fused attention: (B, H, T, C), (B, K, S, C) twice -> (B, H, T, C)."
     T, S = q.shape[2], k.shape[2]
-    causal = mask is None and T == S and self.sliding_window is None
-    allowed = None
-    if not causal: allowed = allowed_keys(T, S, mask, self.sliding_window, q.device)
+    causal = mask is None and T == S and self.limits(S) == (None, None)
+    allowed = None if causal else self.allowed(T, S, mask, q.device)
     grouped = self.num_attention_heads != self.num_key_value_heads
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=causal,
                                           scale=self.scale, enable_gqa=grouped)
@@ -296,14 +340,26 @@ def _eager(self: Attention, q, k, v, mask, stats=None):
     "Attention written out, for caps, clips and statistics; same shapes as `sdpa`."
     groups = self.num_attention_heads // self.num_key_value_heads
     if groups > 1: k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
-    allowed = allowed_keys(q.shape[2], k.shape[2], mask, self.sliding_window, q.device)
+    allowed = self.allowed(q.shape[2], k.shape[2], mask, q.device)
     z = q @ k.transpose(-1, -2) * self.scale
     p = attention_probabilities(z, allowed, cap=self.cap, clip=self.clip,
-                                padded=mask is not None)
+                                padded=mask is not None, sinks=self.sinks)
     if stats is not None: stats.append(attention_stats(z, p, allowed))
     return p @ v
 
 Attention.eager = _eager
+
+# %% ../nbs/05_attention.ipynb #2a10120f
+def query_temperature(
+    q: Tensor,  # (B, T, H, C)
+    scale: float,  # Llama 4: 0.1
+    floor: int,  # Positions per step; Llama 4: 8,192
+    start: int = 0,  # Position of the first query: how much the cache holds
+) -> Tensor:  # (B, T, H, C)
+    "Multiply by 1 + scale·ln(1 + ⌊(position + 1) / floor⌋)."
+    at = torch.arange(start, start + q.shape[1], device=q.device).float()
+    growth = 1.0 + scale * torch.log1p(torch.floor((at + 1.0) / floor))
+    return (q * growth[:, None, None]).to(q.dtype)
 
 # %% ../nbs/05_attention.ipynb #0619b831
 def _forward(
@@ -316,13 +372,94 @@ def _forward(
 ) -> Tensor:  # (B, T, D)
     "Attend to everything up to and including oneself."
     q, k, v = self.project(x, rope)
+    if self.temperature is not None:
+        q = query_temperature(q, *self.temperature, cache.length if cache else 0)
     if cache is not None: k, v = cache.update(k, v)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    written_out = stats is not None or self.cap or self.clip or self.backend == "eager"
+    q, k, v = (t.transpose(1, 2) for t in (q, *self.expand(k, v)))
+    written_out = (stats is not None or self.cap or self.clip
+                   or self.sinks is not None or self.backend == "eager")
     y = (self.eager if written_out else self.sdpa)(q, k, v, mask, stats)
     return self.o_proj(y.transpose(1, 2).flatten(2))
 
 Attention.forward = _forward
+Attention.expand = lambda self, k, v: (k, v)  # what the cache kept, as it attends
+
+# %% ../nbs/05_attention.ipynb #7ba732b0
+class LatentAttention(Attention):
+    "Attention whose keys and values come out of one latent (DeepSeek V2 and V3)."
+    def __init__(
+        self,
+        hidden_size: int,  # D
+        num_attention_heads: int,  # H; there are as many keys and values
+        *,
+        kv_lora_rank: int,  # Channels of the latent; this and the rotary key are cached
+        qk_nope_head_dim: int,  # Channels that do not rotate
+        qk_rope_head_dim: int,  # Channels that do; even
+        v_head_dim: int,  # Channels of a value
+        q_lora_rank: int | None = None,  # Channels of the query's latent; None for none
+        latent_norm_eps: float = 1e-6,  # DeepSeek V3 takes 1e-6, whatever norm_eps is
+        **kwargs,  # As Attention takes them; norms of q, k and v are refused
+    ):
+        sizes = dict(kv_lora_rank=kv_lora_rank, qk_nope_head_dim=qk_nope_head_dim,
+                     qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim)
+        for name, size in sizes.items():
+            if size is None or size < 1:
+                raise ValueError(f"{name}={size} must be at least 1, since latent "
+                                 "attention needs kv_lora_rank and the three head_dims")
+        for name in ("qk_norm", "v_norm", "attention_k_eq_v"):
+            if kwargs.get(name):
+                raise ValueError(f"{name}={kwargs[name]!r} must be left out beside "
+                                 "kv_lora_rank: here the norms stand on the latents")
+        self.latent = {**sizes, "q_lora_rank": q_lora_rank, "eps": latent_norm_eps}
+        head_dim = qk_nope_head_dim + qk_rope_head_dim
+        super().__init__(hidden_size, num_attention_heads, None, head_dim, **kwargs)
+        self.rotary_head_dim = qk_rope_head_dim
+
+# %% ../nbs/05_attention.ipynb #2a2560b2
+def _set_latents(self: LatentAttention, linear, hidden_size, bias, out_bias):
+    "Down to the latents, a norm on each, up to the heads."
+    H, rank, q_rank = self.num_attention_heads, *(
+        self.latent[n] for n in ("kv_lora_rank", "q_lora_rank"))
+    nope, rope, v = (self.latent[n] for n in (
+        "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    norm = lambda n: RMSNorm(n, self.latent["eps"])
+    if q_rank is None: self.q_proj = linear(hidden_size, H * (nope + rope), bias=False)
+    else:
+        self.q_proj, self.q_a_norm = None, norm(q_rank)
+        self.q_a_proj = linear(hidden_size, q_rank, bias=bias)
+        self.q_b_proj = linear(q_rank, H * (nope + rope), bias=False)
+    self.kv_a_proj = linear(hidden_size, rank + rope, bias=bias)
+    self.kv_a_norm = norm(rank)
+    self.kv_b_proj = linear(rank, H * (nope + v), bias=False)
+    self.o_proj = linear(H * v, hidden_size, bias=out_bias)
+
+LatentAttention._set_projections = _set_latents
+
+# %% ../nbs/05_attention.ipynb #6809f72c
+def _project_latent(
+    self: LatentAttention,
+    x: Tensor,  # (B, T, D)
+    rope: Callable[[Tensor], Tensor] | None = None,  # For qk_rope_head_dim channels
+):  # Queries (B, T, H, C), latent (B, T, 1, rank), rotary key (B, T, 1, R)
+    "Queries, and what the cache keeps."
+    nope, turning = self.latent["qk_nope_head_dim"], self.rotary_head_dim
+    q = (self.q_proj(x) if self.q_proj is not None
+         else self.q_b_proj(self.q_a_norm(self.q_a_proj(x))))
+    q = q.unflatten(-1, (-1, self.head_dim))
+    latent, k = self.kv_a_proj(x)[:, :, None].split(
+        (self.latent["kv_lora_rank"], turning), -1)
+    if rope is not None:
+        k, q = rope(k), torch.cat((q[..., :nope], rope(q[..., nope:])), -1)
+    return q, self.kv_a_norm(latent), k
+
+def _expand(self: LatentAttention, latent: Tensor, rotary_key: Tensor):
+    "Keys (B, S, H, C) and values (B, S, H, v_head_dim) of all heads."
+    nope, v = self.latent["qk_nope_head_dim"], self.latent["v_head_dim"]
+    kv = self.kv_b_proj(latent[:, :, 0]).unflatten(-1, (-1, nope + v))
+    k, v = kv.split((nope, v), -1)
+    return torch.cat((k, rotary_key.expand(*k.shape[:3], -1)), -1), v
+
+LatentAttention.project, LatentAttention.expand = _project_latent, _expand
 
 # %% ../nbs/05_attention.ipynb #74f77616
 class QKNormAttention(Attention):
