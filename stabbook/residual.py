@@ -8,6 +8,7 @@ __all__ = ['PLACEMENTS', 'ALIASES', 'placement', 'Residual', 'Block', 'ParallelB
 # %% ../nbs/09_residual.ipynb #a7c7db85
 from collections.abc import Callable
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -66,14 +67,17 @@ class Block(nn.Module):
         attention_norm_placement: str = "pre",  # One of PLACEMENTS, or an alias
         mlp_norm_placement: str = "pre",  # Need not be the same
         make_scale: Callable[[], nn.Module | None] = lambda: None,  # LayerScale, if any
+        scalar: bool = False,  # A buffer that multiplies the output (Gemma 4)
     ):
         super().__init__()
+        self.register_buffer("scalar", torch.ones(1) if scalar else None)
         self.attention = Residual(attention, make_norm, attention_norm_placement,
                                   make_scale())
         self.mlp = Residual(mlp, make_norm, mlp_norm_placement, make_scale())
 
     def forward(self, x: Tensor, *args) -> Tensor:
-        return self.mlp(self.attention(x, *args))
+        y = self.mlp(self.attention(x, *args))
+        return y if self.scalar is None else y * self.scalar
 
 # %% ../nbs/09_residual.ipynb #845a46dc
 class ParallelBlock(nn.Module):
@@ -85,8 +89,10 @@ class ParallelBlock(nn.Module):
         make_norm: Callable[[], nn.Module],  # Called once
         *,
         make_scale: Callable[[], nn.Module | None] = lambda: None,  # LayerScale, if any
+        scalar: bool = False,  # As in Block
     ):
         super().__init__()
+        self.register_buffer("scalar", torch.ones(1) if scalar else None)
         self.norm_in, self.attention, self.mlp = make_norm(), attention, mlp
         self.attention_scale, self.mlp_scale = make_scale(), make_scale()
 
@@ -95,4 +101,4 @@ class ParallelBlock(nn.Module):
         a, m = self.attention(y, *args), self.mlp(y)
         if self.attention_scale is not None:
             a, m = self.attention_scale(a), self.mlp_scale(m)
-        return x + a + m
+        return x + a + m if self.scalar is None else (x + a + m) * self.scalar
