@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCOPES', 'GAINS', 'check_mask', 'allowed_keys', 'attention_probabilities', 'attention_stats', 'KVCache', 'gain_shape',
-           'QKNorm', 'head_sizes', 'Attention', 'query_temperature', 'LatentAttention', 'QKNormAttention']
+           'QKNorm', 'LearnedScale', 'head_sizes', 'Attention', 'query_temperature', 'LatentAttention',
+           'QKNormAttention']
 
 # %% ../nbs/05_attention.ipynb #f09dadb2
 import math
@@ -158,6 +159,23 @@ class QKNorm(nn.Module):
         if self.scope == "head": return self.norm(x)
         return self.norm(x.flatten(-2)).view(x.shape)
 
+# %% ../nbs/05_attention.ipynb #fd223383
+class LearnedScale(nn.Module):
+    "Learned numbers stored as `stored` that stand for `init` (nGPT, section 2.5)."
+    def __init__(
+        self,
+        *shape: int,
+        init: float = 1.0,  # What each number stands for at the start
+        stored: float = 1.0,  # What the parameter is then
+    ):
+        super().__init__()
+        self.stored, self.ratio = stored, init / stored
+        self.weight = nn.Parameter(torch.full(shape, stored))
+
+    def reset_parameters(self): nn.init.constant_(self.weight, self.stored)
+
+    def forward(self) -> Tensor: return self.weight * self.ratio
+
 # %% ../nbs/05_attention.ipynb #8a6def9d
 def head_sizes(
     hidden_size: int,  # D
@@ -193,6 +211,7 @@ class Attention(nn.Module):
         qk_norm_scope: str = "head",  # "head" or "full"; also of v_norm
         qk_norm_gain: str = "shared",  # "shared", "per_head" or "none"
         qk_norm_before_rope: bool = True,  # Llama 4, nanochat and HunYuan V1: False
+        qk_scale: bool = False,  # One gain (H, C) for both, after norm and RoPE (nGPT)
         v_norm: str | None = None,  # Norm of the values (QKV_norm); same kinds
         v_norm_gain: str = "shared",  # As qk_norm_gain (Gemma 4: "none")
         norm_eps: float = 1e-6,  # Of the norms of queries, keys and values
@@ -219,6 +238,10 @@ class Attention(nn.Module):
                              head_dim)
         self.num_attention_heads, self.num_key_value_heads, self.head_dim = H, K, C
         self.rotary_head_dim = C
+        if qk_scale and K != H:
+            raise ValueError(f"qk_scale=True needs num_key_value_heads={K} to be "
+                             f"num_attention_heads={H}: queries and keys share it")
+        self.qk_scale = LearnedScale(H, C, stored=hidden_size**-0.5) if qk_scale else None
         self.sinks = nn.Parameter(torch.zeros(H)) if attention_sinks else None
         self._set_logits(attn_logit_softcapping, attn_logit_temperature, attn_prob_clip,
                          query_pre_attn_scalar, sliding_window, backend)
@@ -305,6 +328,7 @@ def _project(
     if normalise and self.qk_norm_before_rope: q, k = self.q_norm(q), self.k_norm(k)
     if rope is not None: q, k = rope(q), rope(k)
     if normalise and not self.qk_norm_before_rope: q, k = self.q_norm(q), self.k_norm(k)
+    if self.qk_scale is not None: q, k = q * self.qk_scale(), k * self.qk_scale()
     if self.v_norm is not None: v = self.v_norm(v)
     return q, k, v
 
@@ -406,7 +430,7 @@ class LatentAttention(Attention):
             if size is None or size < 1:
                 raise ValueError(f"{name}={size} must be at least 1, since latent "
                                  "attention needs kv_lora_rank and the three head_dims")
-        for name in ("qk_norm", "v_norm", "attention_k_eq_v"):
+        for name in ("qk_norm", "qk_scale", "v_norm", "attention_k_eq_v"):
             if kwargs.get(name):
                 raise ValueError(f"{name}={kwargs[name]!r} must be left out beside "
                                  "kv_lora_rank: here the norms stand on the latents")

@@ -16,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .attention import LearnedScale
 from .norms import at_least_fp32, choice
 
 # %% ../nbs/06_mlp.ipynb #4004cc0a
@@ -68,6 +69,7 @@ class MLP(nn.Module):
         activation: str = "gelu",  # Of ACTIVATIONS, GATED, or "clamped_swiglu"
         *,
         bias: bool = False,
+        mlp_scale: bool = False,  # Learned, √D at first, on both halves (nGPT)
         swiglu_alpha: float = 1.702,  # Of "clamped_swiglu"
         swiglu_limit: float = 7.0,  # Of "clamped_swiglu"
         linear: Callable[..., nn.Module] = nn.Linear,  # Or SigmaReparamLinear
@@ -80,14 +82,20 @@ class MLP(nn.Module):
         self.gate_proj = None if activation in ACTIVATIONS else widen()
         self.up_proj = widen()
         self.down_proj = linear(intermediate_size, hidden_size, bias=bias)
+        made = partial(LearnedScale, intermediate_size, init=hidden_size**0.5)
+        self.up_scale = made() if mlp_scale else None
+        self.gate_scale = made() if mlp_scale and self.gate_proj is not None else None
 
     def forward(
         self,
         x: Tensor,  # (B, T, D)
     ) -> Tensor:  # (B, T, D)
-        if self.gate_proj is None: inner = ACTIVATIONS[self.activation](self.up_proj(x))
-        else: inner = gated(self, self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(inner)
+        gate = None if self.gate_proj is None else self.gate_proj(x)
+        up = self.up_proj(x)
+        if self.up_scale is not None: up = up * self.up_scale()
+        if gate is None: return self.down_proj(ACTIVATIONS[self.activation](up))
+        if self.gate_scale is not None: gate = gate * self.gate_scale()
+        return self.down_proj(gated(self, gate, up))
 
 # %% ../nbs/06_mlp.ipynb #f19b84ad
 ROUTERS = ("softmax", "sigmoid")

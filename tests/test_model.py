@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from stabbook.methods import METHODS
-from stabbook.model import Decoder, ModelConfig, check_field, lm_loss
+from stabbook.model import Decoder, ModelConfig, check_field, lm_loss, normalise_weights_
 from stabbook.reparam import SigmaReparamLinear
 
 TINY = ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2,
@@ -50,6 +50,9 @@ VARIANTS = {
                        rope_scaling=dict(rope_type="proportional"), partial_rotary_factor=0.5))),
     "nanochat": dict(norm="rmsnorm", norm_gain=False, embedding_norm="rmsnorm", logit_scale=0.5,
                      rope_scaling=dict(rope_type="linear", factor=-1.0), activation="relu2"),
+    "ngpt": dict(norm_placement="ngpt", norm="l2", final_norm=False, qk_norm="l2", qk_scale=True,
+                 qk_norm_before_rope=False, query_pre_attn_scalar=1 / 8, activation="swiglu",
+                 mlp_scale=True, logit_gain=True),
     "gpt1": dict(learned_positions=16, rope_theta=None, norm_placement="post", final_norm=False),
 }
 each = pytest.mark.parametrize("name", VARIANTS)
@@ -102,7 +105,7 @@ def test_left_padding_changes_nothing(name):
     padded = torch.cat((torch.full((2, 4), 9), IDS), 1)
     mask = (torch.arange(16) >= 4).expand(2, 16)
     # a gain after RoPE is not invariant to a shift: there the positions must be given
-    positions = torch.arange(-4, 12) if name == "full_after" else None
+    positions = torch.arange(-4, 12) if name in ("full_after", "ngpt") else None
     if name == "gpt1": positions = torch.arange(-4, 12).clamp(min=0)  # as is a learned table
     out = model(padded, attention_mask=mask, positions=positions)
     assert out.isfinite().all()
@@ -274,7 +277,7 @@ FLAGS = dict.fromkeys(("norm_bias", "zero_centered_gain", "cast_before_gain", "f
                        "tie_word_embeddings", "attention_bias", "attention_out_bias",
                        "mlp_bias", "sigma_reparam", "attention_sinks", "attention_k_eq_v", "norm_gain",
                        "layer_scalar", "router_bias", "router_correction_bias", "norm_topk_prob",
-                       "router_scales_input"), (1, 0, "yes", None))
+                       "router_scales_input", "qk_scale", "mlp_scale", "logit_gain"), (1, 0, "yes", None))
 NAMES = dict.fromkeys(("activation", "norm", "norm_placement", "attention_norm_placement",
                        "mlp_norm_placement", "qk_norm", "qk_norm_scope", "qk_norm_gain",
                        "v_norm", "v_norm_gain", "embedding_norm", "router"), ("nonsense", 3, True, ""))
@@ -311,6 +314,7 @@ def test_bad_value_names_field_value_and_rule(field, value):
     (dict(layer_pattern=({"sliding_window": 0},)), "sliding_window=0 must be"),
     (dict(layer_pattern=({"head_dim": 5},)), "head_dim=5 .*even"),
     (dict(layer_pattern=({},) * 7), "layer_pattern has 7 layers.*num_hidden_layers=6"),
+    (dict(qk_scale=True, num_key_value_heads=1), "qk_scale=True needs num_key_value_heads=1"),
     (dict(kv_lora_rank=8), "qk_nope_head_dim=None must be at least 1"),
     (dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=3, v_head_dim=4), "head_dim=3 .*even"),
     (dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, qk_norm="l2"), "qk_norm='l2'"),
@@ -394,6 +398,61 @@ def test_a_config_is_checked_fast():
     began = time.process_time()
     for _ in range(20): ModelConfig(hidden_size=1024, num_attention_heads=16, sigma_reparam=True)
     assert (time.process_time() - began) / 20 < 0.02
+
+
+# ------------------------------------------------------------------ nGPT as its paper has it
+
+def unit(x):
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def ngpt_by_the_paper(w, ids, L=2, D=32, H=4, C=8):
+    "Sections 2.1 to 2.5, one line each; the stored scales are turned into what they stand for"
+    stands = lambda name, init, stored: w[name] * init / stored
+    h, T = w["embedding.weight"][ids], ids.shape[1]
+    at = torch.arange(T)[:, None] * 10_000.0 ** (-torch.arange(0, C, 2).double() / C)
+    cos, sin = at.cos()[:, None], at.sin()[:, None]
+    turn = lambda x: torch.cat((x[..., :C // 2] * cos - x[..., C // 2:] * sin,
+                                x[..., C // 2:] * cos + x[..., :C // 2] * sin), -1)
+    for i in range(L):
+        for part in ("attention", "mlp"):
+            p = f"layers.{i}.{part}.branch."
+            m = lambda x, name: x @ w[p + name + ".weight"].T
+            if part == "attention":
+                q, k, v = (m(h, n).unflatten(-1, (H, C)) for n in ("q_proj", "k_proj", "v_proj"))
+                s = stands(p + "qk_scale.weight", 1.0, D ** -0.5)
+                q, k = s * unit(turn(q)), s * unit(turn(k))
+                z = torch.einsum("bthc,bshc->bhts", q, k) * C ** 0.5
+                z = z.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+                y = m(torch.einsum("bhts,bshc->bthc", z.softmax(-1), v).flatten(2), "o_proj")
+            else:
+                u = m(h, "up_proj") * stands(p + "up_scale.weight", 1.0, 1.0) * D ** 0.5
+                g = m(h, "gate_proj") * stands(p + "gate_scale.weight", 1.0, 1.0) * D ** 0.5
+                y = m(u * F.silu(g), "down_proj")
+            a = stands(f"layers.{i}.{part}.alpha.weight", 0.05, D ** -0.5).abs()
+            h = unit(unit(h) + a * (unit(y) - unit(h)))
+    return h @ w["lm_head.weight"].T * stands("logit_gain.weight", 1.0, D ** -0.5)
+
+
+def test_ngpt_equals_its_paper():
+    model = build("ngpt", torch.float64, norm_eps=0.0)
+    normalise_weights_(model)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if "scale" in n or "alpha" in n or "gain" in n: p.mul_(0.5 + torch.rand_like(p))
+    want = ngpt_by_the_paper(model.state_dict(), IDS)
+    torch.testing.assert_close(model(IDS), want, rtol=1e-9, atol=1e-9)
+
+
+def test_ngpt_weights_lie_on_the_sphere():
+    model = build("ngpt")
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    normalise_weights_(model)
+    for n, p in model.named_parameters():
+        if p.dim() < 2 or "scale" in n: assert torch.equal(p, before[n]); continue
+        axis = 0 if "o_proj" in n or "down_proj" in n else 1
+        torch.testing.assert_close(p.norm(dim=axis), torch.ones(p.shape[1 - axis]))
+        torch.testing.assert_close(F.cosine_similarity(p, before[n], axis), torch.ones(p.shape[1 - axis]))
 
 
 # ------------------------------------------------------------------ parity with Transformers
