@@ -7,8 +7,8 @@ __all__ = ['ACTIVATION', 'SAME', 'HALVES', 'TURNED', 'ONE_BY_ONE', 'PAIRS', 'TUR
            'MISSING', 'SCHEMES', 'SHARED_SCHEMES', 'Family', 'shared_fields', 'rope_fields', 'pattern', 'windows',
            'names', 'Fold', 'lacking', 'family', 'build', 'rules', 'to_theirs', 'check_tensors', 'model_tensors',
            'to_ours', 'read_header', 'checkpoint_files', 'read_tensor', 'family_of', 'one_plus', 'from_pretrained',
-           'Probe', 'placement_of', 'qk_norm_of', 'qk_gain_of', 'shift_invariant', 'attention_cap', 'has_sinks',
-           'embedding_of', 'head_of', 'gain_of', 'probe', 'table']
+           'Probe', 'placement_of', 'qk_norm_of', 'qk_gain_of', 'shift_invariant', 'attention_cap', 'has_v_norm',
+           'has_sinks', 'embedding_of', 'head_of', 'gain_of', 'probe', 'table']
 
 # %% ../nbs/12_families.ipynb #115063b2
 import json
@@ -214,6 +214,26 @@ FAMILIES["qwen3"] = Family(
     dict(_llama, vocab_size=151936, intermediate_size=22016, head_dim=128,
          num_key_value_heads=32, max_position_embeddings=32768, max_window_layers=28),
     tiny=dict(TINY, head_dim=16, rope_theta=1e6))
+
+# %% ../nbs/12_families.ipynb #fcc40dfa
+def _hunyuan(c):
+    rope = rope_fields(c)
+    scaling = rope["rope_scaling"] or {}
+    if scaling.get("rope_type") == "dynamic" and scaling.get("alpha"):
+        C = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+        stretch = scaling["alpha"] ** (C / (C - 2))
+        rope = dict(rope, rope_theta=rope["rope_theta"] * stretch, rope_scaling=None)
+    return {**shared_fields(c), **rope, "qk_norm": "rmsnorm",
+            "qk_norm_before_rope": False}
+
+FAMILIES["hunyuan"] = Family(
+    "HunYuan V1", "HunYuanDenseV1ForCausalLM", _hunyuan,
+    {**_pre, **{_attn + f"{x[0]}_norm.norm":
+                f"model.layers.{{}}.self_attn.{x}_layernorm"
+                for x in ("query", "key")}},
+    dict(_llama, vocab_size=290943, rms_norm_eps=1e-5),
+    tiny=dict(TINY, head_dim=16, rope_scaling=dict(type="dynamic", alpha=10.0,
+                                                   factor=1.0)))
 
 # %% ../nbs/12_families.ipynb #1f17a79c
 def _gemma(c):
@@ -786,7 +806,6 @@ MISSING = {  # Architecture -> what no block here does
     "Gemma3ForConditionalGeneration": "a vision tower",
     "Gemma4ForConditionalGeneration": "a vision tower",
     "Llama4ForConditionalGeneration": "a vision tower",
-    "HunYuanDenseV1ForCausalLM": "nothing but a row of its own",
     "DoryForCausalLM": "looped layers", "OlmoHybridForCausalLM": "linear attention",
 }
 
@@ -1035,13 +1054,23 @@ def shift_invariant(
 def attention_cap(
     p: Probe,
 ) -> float | None:
-    "The largest score that enormous queries and keys can reach; None: no cap."
+    "The score that enormous queries and keys all end at; None: there is none."
     qk = ("q_proj", "q_b_proj", "k_proj", "kv_a_proj", "q_norm", "k_norm")
-    with p.scaled(1e6, *qk): largest = p.scores().abs().max().item()
-    with p.scaled(1e8, *qk): larger = p.scores().abs().max().item()
-    acts = abs(larger - largest) < 1e-6 * largest
-    with p.scaled(1e-3, *qk): small = p.scores().abs().max().item()
-    return round(largest, 6) if acts and small < 0.9 * largest else None
+    with p.scaled(1e8, *qk): z = p.scores().abs()
+    top, lowest = z.max().item(), z[z > 0].min().item()
+    return round(top, 6) if lowest > 0.999 * top else None
+
+def has_v_norm(
+    p: Probe,
+) -> bool:
+    "Whether what attention hands to its last projection forgets the size of values."
+    seen = []
+    out = next(m for n, m in p.first.named_modules() if n.endswith("o_proj"))
+    hook = out.register_forward_pre_hook(lambda m, a: seen.append(a[0]))
+    p.run()
+    with p.scaled(10.0, "v_proj", "kv_b_proj"): p.run()
+    hook.remove()
+    return _alike(*seen)
 
 def has_sinks(
     p: Probe,
@@ -1107,16 +1136,18 @@ def probe(
     p = Probe(model)
     row = {"placement": placement_of(p), "QK-norm": qk_norm_of(p),
            "QK gain": qk_gain_of(p), "shift-invariant": shift_invariant(p),
-           "attention cap": attention_cap(p), "sinks": has_sinks(p),
-           "embedding": embedding_of(p), "gain": gain_of(p)}
+           "V-norm": has_v_norm(p), "attention cap": attention_cap(p),
+           "sinks": has_sinks(p), "embedding": embedding_of(p)}
     factor, cap = head_of(p)
-    return {**row, "logits ×": factor, "final cap": cap}
+    return {**row, "logits ×": factor, "final cap": cap, "gain": gain_of(p)}
 
 def table(
     rows: tuple | None = None,  # Keys of FAMILIES; None: all
 ) -> dict:  # Title -> column -> what that family does
     "The adoption table, computed: each model is built and probed."
-    return {family(n).title: probe(build(n)) for n in rows or FAMILIES}
+    # the questions go to the first layer and to both ends: one layer is enough
+    return {family(n).title: probe(build(n, num_hidden_layers=1))
+            for n in rows or FAMILIES}
 
 # %% ../nbs/12_families.ipynb #3129d596
 _rms5, _rms6 = (dict(norm="rmsnorm", norm_eps=e) for e in (1e-5, 1e-6))
