@@ -604,6 +604,22 @@ FAMILIES["post_norm"] = Family(
          num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=512),
     tiny=TINY)
 
+# %% ../nbs/12_families.ipynb #e355703a
+def _ngpt(c):
+    C = c["hidden_size"] // c["num_attention_heads"]
+    return dict({k: c[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers",
+                                   "num_attention_heads", "intermediate_size")},
+                norm="l2", norm_eps=1e-12, norm_placement="ngpt", final_norm=False,
+                qk_norm="l2", qk_norm_gain="none", qk_norm_before_rope=False,
+                qk_scale=True, query_pre_attn_scalar=1 / C, mlp_scale=True,
+                activation="swiglu", logit_gain=True,
+                initializer_range=c["hidden_size"] ** -0.5)
+
+FAMILIES["ngpt"] = Family(
+    "nGPT", None, _ngpt, {},
+    dict(vocab_size=50304, hidden_size=1024, intermediate_size=4096,
+         num_hidden_layers=24, num_attention_heads=16), tiny=TINY)
+
 # %% ../nbs/12_families.ipynb #d1cbdd40
 def family(
     name: str,  # A key of FAMILIES; ValueError names the nearest
@@ -994,12 +1010,13 @@ def _alike(a, b, tol=1e-3):
 
 def placement_of(
     p: Probe,
-) -> str:  # "pre", "post", "reordered", "sandwich", "parallel" or "none"
+) -> str:  # One of five places, "none", or "sphere" for nGPT
     "Where the norms of a block stand, from what it does."
     g = torch.Generator().manual_seed(1)
     x = torch.randn(*p.ids.shape, p.model.config.hidden_size, generator=g,
                     dtype=torch.float64)
-    if p.layer(1e3 * x).norm() < 0.1 * 1e3 * x.norm(): return "post"
+    if (y := p.layer(1e3 * x)).norm() < 0.1 * 1e3 * x.norm():
+        return "sphere" if _alike(y.norm(dim=-1), torch.ones(x.shape[:2])) else "post"
     with p.scaled(0.0, "down_"): alone = p.layer(x)
     with p.scaled(0.0, "o_proj"):
         other = p.layer(x)
@@ -1039,7 +1056,7 @@ def qk_gain_of(
 ) -> str:  # A shape, "none", or "-" where there is no norm
     "The shape of the learned gain on queries."
     norms = [t for n, t in p.first.named_parameters()
-             if "q_norm" in n or "q_a_norm" in n]
+             if any(part in n for part in ("q_norm", "q_a_norm", "qk_scale"))]
     if norms: return " × ".join(map(str, norms[0].shape))
     return "none" if qk_norm_of(p) != "none" else "-"
 
@@ -1104,17 +1121,19 @@ def embedding_of(
 @torch.no_grad()
 def head_of(
     p: Probe,
-) -> tuple:  # (factor on the logits, final cap or None)
+) -> tuple:  # (factor on the logits or "learned", final cap or None)
     "What happens between the head and the logits."
     seen = []
     hook = p.model.lm_head.register_forward_hook(lambda m, a, y: seen.append(y))
     small, large = p.model.lm_head.weight * 1e-6, p.model.lm_head.weight * 1e6
     p.model.lm_head.weight = torch.nn.Parameter(small)
-    factor = (p.run().norm() / seen[0].norm()).item()
+    factor = p.run() / seen[0]
+    same = _alike(factor, factor.mean().expand_as(factor), 1e-6)
     p.model.lm_head.weight = torch.nn.Parameter(large)
     top = p.run().abs().max().item()
     hook.remove()
-    return round(factor, 6), (round(top, 6) if top < 1e4 else None)
+    factor = round(factor.mean().item(), 6) if same else "learned"
+    return factor, (round(top, 6) if top < 1e4 else None)
 
 @torch.no_grad()
 def gain_of(
@@ -1177,6 +1196,10 @@ SCHEMES = {
     "nanochat": dict(_bare, norm="rmsnorm", norm_eps=2.0 ** -23, norm_gain=False,
                      embedding_norm="rmsnorm", attn_logit_temperature=1.44,
                      final_logit_softcapping=15.0),
+    "ngpt": dict(norm="l2", norm_eps=1e-12, norm_placement="ngpt", final_norm=False,
+                 qk_norm="l2", qk_norm_gain="none", qk_norm_before_rope=False,
+                 qk_scale=True, query_pre_attn_scalar=1 / 32, mlp_scale=True,
+                 logit_gain=True),
     "post_norm": dict(norm_placement="post", final_norm=False, embed_scale=8.0),
 }
 

@@ -387,6 +387,55 @@ def test_post_norm_as_defined_in_2017():
     torch.testing.assert_close(model(ids), x @ w["embedding.weight"].T, rtol=1e-9, atol=1e-9)
 
 
+@torch.no_grad()
+def test_ngpt_as_defined_in_the_paper():
+    "h ← N(h + α (N(f(h)) - h)); q, k ← s N(q), s N(k) after RoPE; √C; scaled u, v, z."
+    model = build("ngpt").double()
+    g = torch.Generator().manual_seed(0)
+    for p in model.parameters(): p.copy_(torch.randn(p.shape, generator=g) * 0.3)
+    w, ids, unit = model.state_dict(), IDS[:, :9], lambda t: F.normalize(t, dim=-1)
+    x = w["embedding.weight"][ids]
+    angle = torch.arange(9)[:, None] * 1e4 ** (-torch.arange(0, 8, 2).double() / 8)
+    turning = torch.polar(torch.ones_like(angle), angle)[:, None]  # (T, 1, C/2)
+
+    def turn(t):  # pairs (c, c + C/2) as complex numbers
+        z = torch.complex(t[..., :4].contiguous(), t[..., 4:].contiguous()) * turning
+        return torch.cat((z.real, z.imag), -1)
+
+    def step(h, answer, alpha):
+        h = unit(h)
+        return unit(h + (alpha * 0.05 * 32 ** 0.5).abs() * (unit(answer) - h))
+
+    for i in range(2):
+        a, m = f"layers.{i}.attention.", f"layers.{i}.mlp."
+        q, k, v = ((x @ w[f"{a}branch.{p}_proj.weight"].T).unflatten(-1, (4, 8)) for p in "qkv")
+        s = w[a + "branch.qk_scale.weight"] * 32 ** 0.5
+        q, k = s * unit(turn(q)), s * unit(turn(k))
+        p = causal(torch.einsum("bthc,bshc->bhts", q, k) * 8 ** 0.5)
+        y = torch.einsum("bhts,bshc->bthc", p, v).flatten(2)
+        x = step(x, y @ w[a + "branch.o_proj.weight"].T, w[a + "alpha.weight"])
+        gate, up = ((x @ w[f"{m}branch.{p}_proj.weight"].T) * w[f"{m}branch.{p}_scale.weight"]
+                    * 32 ** 0.5 for p in ("gate", "up"))
+        x = step(x, (up * F.silu(gate)) @ w[m + "branch.down_proj.weight"].T,
+                 w[m + "alpha.weight"])
+    want = (x @ w["lm_head.weight"].T) * w["logit_gain.weight"] * 32 ** 0.5
+    torch.testing.assert_close(model(ids), want, rtol=1e-6, atol=1e-7)  # fp32 frequencies
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in HF])
+@torch.no_grad()
+def test_families_of_their_own_decode_and_save(name):
+    model = build(name).double()
+    g = torch.Generator().manual_seed(0)
+    for p in model.parameters(): p.add_(torch.randn(p.shape, generator=g) * 0.3)
+    cache = model.make_cache()
+    parts = [model(IDS[:, t:t + 1], cache=cache) for t in range(19)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(IDS), rtol=1e-9, atol=1e-9)
+    state = model_tensors(model)
+    back = to_ours(name, to_theirs(name, state), model.config)
+    assert all(torch.equal(back[n], t) for n, t in state.items())
+
+
 # ------------------------------------------------------------------ the table
 
 def test_the_table():
@@ -397,7 +446,8 @@ def test_the_table():
             "GLM-4.5 and 4.7": ("pre", "RMSNorm, per head"), "GLM-4.5-Air": ("pre", "none"),
             "GLM-4.7-Flash": ("pre", "latent"), "MiniMax-M2": ("pre", "RMSNorm, full width"),
             "DeepSeek V3": ("pre", "latent"), "Command-R+": ("parallel", "LayerNorm, per head"),
-            "Post-norm 2017": ("post", "none"), "Llama 4": ("pre", "RMSNorm, per head")}
+            "Post-norm 2017": ("post", "none"),
+            "nGPT": ("sphere", "RMSNorm, per head"), "Llama 4": ("pre", "RMSNorm, per head")}
     for title, (place, qk) in want.items():
         assert (rows[title]["placement"], rows[title]["QK-norm"]) == (place, qk), title
     column = lambda c: {t for t, r in rows.items() if r[c] not in (None, False, "none")}
@@ -405,7 +455,8 @@ def test_the_table():
     assert column("sinks") == {"gpt-oss"} and column("V-norm") == {"Gemma 4"}
     assert column("final cap") == {"Gemma 2", "nanochat"}
     assert {t for t, r in rows.items() if r["gain"] == "1 + w"} == {"Gemma 2", "Gemma 3"}
-    assert {t for t, r in rows.items() if not r["shift-invariant"]} >= {"HunYuan V1"}
+    assert {t for t, r in rows.items() if not r["shift-invariant"]} == {
+        "HunYuan V1", "nGPT", "Post-norm 2017"}
     assert {t for t, r in rows.items() if r["embedding"] == "normalised"} == {"nanochat"}
 
 
