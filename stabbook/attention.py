@@ -211,7 +211,6 @@ class Attention(nn.Module):
         qk_norm_scope: str = "head",  # "head" or "full"; also of v_norm
         qk_norm_gain: str = "shared",  # "shared", "per_head" or "none"
         qk_norm_before_rope: bool = True,  # Llama 4, nanochat and HunYuan V1: False
-        qk_scale: bool = False,  # One gain (H, C) for both, after norm and RoPE (nGPT)
         v_norm: str | None = None,  # Norm of the values (QKV_norm); same kinds
         v_norm_gain: str = "shared",  # As qk_norm_gain (Gemma 4: "none")
         norm_eps: float = 1e-6,  # Of the norms of queries, keys and values
@@ -223,36 +222,22 @@ class Attention(nn.Module):
         attn_prob_clip: tuple[float, float] | None = None,  # (zeta, gamma) of soft_clip
         query_pre_attn_scalar: float | None = None,  # Logits over its root; None: C
         sliding_window: int | None = None,  # Keys that a query sees, itself included
-        attention_chunk_size: int | None = None,  # Keys of the same chunk only
-        attention_sinks: bool = False,  # A learned logit a head (gpt-oss)
-        attn_temperature_scale: float | None = None,  # See `query_temperature`
-        attn_temperature_floor: int = 8192,
-        attention_k_eq_v: bool = False,  # Values are the projected keys (Gemma 4)
         attention_bias: bool = False,  # Of the query, key and value projections
         attention_out_bias: bool = False,  # Of the output projection
         linear: Callable[..., nn.Module] = nn.Linear,  # Or SigmaReparamLinear
         backend: str = "auto",  # "sdpa" (fused), "eager" (written out) or "auto"
+        **rare,  # What few families have: see `_set_rare`
     ):
         super().__init__()
-        H, K, C = head_sizes(hidden_size, num_attention_heads, num_key_value_heads,
-                             head_dim)
-        self.num_attention_heads, self.num_key_value_heads, self.head_dim = H, K, C
-        self.rotary_head_dim = C
-        if qk_scale and K != H:
-            raise ValueError(f"qk_scale=True needs num_key_value_heads={K} to be "
-                             f"num_attention_heads={H}: queries and keys share it")
-        self.qk_scale = LearnedScale(H, C, stored=hidden_size**-0.5) if qk_scale else None
-        self.sinks = nn.Parameter(torch.zeros(H)) if attention_sinks else None
+        self._set_heads(hidden_size, num_attention_heads, num_key_value_heads, head_dim)
+        self._set_rare(hidden_size, **rare)
         self._set_logits(attn_logit_softcapping, attn_logit_temperature, attn_prob_clip,
                          query_pre_attn_scalar, sliding_window, backend)
-        self._set_range(attention_chunk_size, attn_temperature_scale,
-                        attn_temperature_floor)
         self._set_projections(linear, hidden_size, attention_bias, attention_out_bias)
-        if attention_k_eq_v: self.v_proj = None
-        self.qk_norm_before_rope = qk_norm_before_rope
-        self._set_norms(qk_norm, qk_norm_gain, v_norm, v_norm_gain, scope=qk_norm_scope,
-                        eps=norm_eps, bias=norm_bias, cast_before_gain=cast_before_gain,
-                        zero_centered_gain=zero_centered_gain)
+        self._set_norms(qk_norm, qk_norm_gain, v_norm, v_norm_gain, qk_norm_before_rope,
+                        scope=qk_norm_scope, eps=norm_eps, bias=norm_bias,
+                        zero_centered_gain=zero_centered_gain,
+                        cast_before_gain=cast_before_gain)
 
 # %% ../nbs/05_attention.ipynb #fda0aea8
 def _above_zero(name, value):
@@ -260,6 +245,12 @@ def _above_zero(name, value):
     if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name}={value} must be a finite number above 0")
     return value
+
+def _set_heads(self: Attention, *sizes):
+    "Numbers of heads, and their width: H, K, C."
+    H, K, C = head_sizes(*sizes)
+    self.num_attention_heads, self.num_key_value_heads, self.head_dim = H, K, C
+    self.rotary_head_dim = C
 
 def _set_logits(self: Attention, cap, temperature, clip, scalar, window, backend):
     "Scale, cap, clip, window and backend."
@@ -277,17 +268,38 @@ def _set_logits(self: Attention, cap, temperature, clip, scalar, window, backend
     self.scale = (_above_zero("attn_logit_temperature", temperature)
                   * _above_zero("query_pre_attn_scalar", scalar) ** -0.5)
 
-def _set_range(self: Attention, chunk, temperature, floor):
-    "What depends on positions: chunks, and the temperature of far queries."
-    for name, value in (("attention_chunk_size", chunk),
-                        ("attn_temperature_floor", floor)):
+Attention._set_heads, Attention._set_logits = _set_heads, _set_logits
+
+# %% ../nbs/05_attention.ipynb #ad76a170
+def _set_rare(
+    self: Attention,
+    hidden_size: int,
+    *,
+    attention_chunk_size: int | None = None,  # Keys of the same chunk only (Llama 4)
+    attention_sinks: bool = False,  # A learned logit for each head (gpt-oss)
+    attention_k_eq_v: bool = False,  # Values are the projected keys (Gemma 4)
+    attn_temperature_scale: float | None = None,  # See `query_temperature` (Llama 4)
+    attn_temperature_floor: int = 8192,
+    qk_scale: bool = False,  # One gain (H, C) for both, after norm and RoPE (nGPT)
+):
+    "Chunks, sinks, temperature, shared projections and shared gains."
+    H, K, C = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+    for name, value in dict(attention_chunk_size=attention_chunk_size,
+                            attn_temperature_floor=attn_temperature_floor).items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    self.chunk, self.temperature = chunk, None
-    if temperature is not None:
-        self.temperature = _above_zero("attn_temperature_scale", temperature), floor
+    if qk_scale and K != H:
+        raise ValueError(f"qk_scale=True needs num_key_value_heads={K} to be "
+                         f"num_attention_heads={H}: queries and keys share it")
+    self.chunk, self.k_eq_v = attention_chunk_size, attention_k_eq_v
+    self.sinks = nn.Parameter(torch.zeros(H)) if attention_sinks else None
+    scale, self.temperature = attn_temperature_scale, None
+    if scale is not None:
+        scale = _above_zero("attn_temperature_scale", scale)
+        self.temperature = scale, attn_temperature_floor
+    self.qk_scale = LearnedScale(H, C, stored=hidden_size**-0.5) if qk_scale else None
 
-Attention._set_logits, Attention._set_range = _set_logits, _set_range
+Attention._set_rare = _set_rare
 
 # %% ../nbs/05_attention.ipynb #403727cf
 def _set_projections(self: Attention, linear, hidden_size, bias, out_bias):
@@ -296,11 +308,13 @@ def _set_projections(self: Attention, linear, hidden_size, bias, out_bias):
                                          self.num_key_value_heads))
     self.q_proj = linear(hidden_size, q, bias=bias)
     self.k_proj = linear(hidden_size, kv, bias=bias)
-    self.v_proj = linear(hidden_size, kv, bias=bias)
+    self.v_proj = None if self.k_eq_v else linear(hidden_size, kv, bias=bias)
     self.o_proj = linear(q, hidden_size, bias=out_bias)
 
-def _set_norms(self: Attention, qk_norm, qk_norm_gain, v_norm, v_norm_gain, **how):
+def _set_norms(self: Attention, qk_norm, qk_norm_gain, v_norm, v_norm_gain,
+               before_rope, **how):
     "Norms of queries, keys and values; None where there is none."
+    self.qk_norm_before_rope = before_rope
     choice("qk_norm_scope", how["scope"], SCOPES)
     for name, value, allowed in (("qk_norm", qk_norm, (None, *NORMS)),
                                  ("qk_norm_gain", qk_norm_gain, GAINS),

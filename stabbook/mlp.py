@@ -140,21 +140,25 @@ class Router(nn.Module):
         self.register_buffer("correction_bias", correction)
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(
-        self,
-        x: Tensor,  # (N, D)
-    ) -> tuple[Tensor, Tensor]:  # Weights (N, k) in fp32 or wider, experts (N, k)
-        bias = None if self.bias is None else at_least_fp32(self.bias)
-        with torch.autocast(x.device.type, enabled=False):  # a choice is no rounding
-            logits = F.linear(at_least_fp32(x), at_least_fp32(self.weight), bias)
-        scores = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
-        order = scores
-        if self.correction_bias is not None: order = order + self.correction_bias
-        if self.groups[0] is not None: order = best_groups(order, *self.groups)
-        experts = order.topk(self.k, -1).indices
-        weights = scores.gather(-1, experts)
-        if self.normalise: weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.factor, experts
+# %% ../nbs/06_mlp.ipynb #54c170a9
+def _route(
+    self: Router,
+    x: Tensor,  # (N, D)
+) -> tuple[Tensor, Tensor]:  # Weights (N, k) in fp32 or wider, experts (N, k)
+    "Score, choose, weigh."
+    bias = None if self.bias is None else at_least_fp32(self.bias)
+    with torch.autocast(x.device.type, enabled=False):  # a choice is no rounding
+        logits = F.linear(at_least_fp32(x), at_least_fp32(self.weight), bias)
+    scores = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
+    order = scores
+    if self.correction_bias is not None: order = order + self.correction_bias
+    if self.groups[0] is not None: order = best_groups(order, *self.groups)
+    experts = order.topk(self.k, -1).indices
+    weights = scores.gather(-1, experts)
+    if self.normalise: weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * self.factor, experts
+
+Router.forward = _route
 
 # %% ../nbs/06_mlp.ipynb #a3d3de88
 def check_router(experts: int, k: int, n_group: int | None, topk_group: int | None):

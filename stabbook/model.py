@@ -245,10 +245,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(self.layer(each) for each in c.layers)
         self.norm = self.make_norm(c) if c.final_norm else None
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
-        ropes = [make_rope(*pair) for pair in zip(c.layers, self.attentions)]
-        distinct = {repr(rope): rope for rope in ropes if rope is not None}
-        self.ropes = nn.ModuleList(distinct.values())
-        self.rope_of = [list(distinct).index(repr(r)) if r else None for r in ropes]
+        self.ropes, self.rope_of = make_ropes(c, self.attentions)
         self.logit_gain = LearnedScale(
             c.vocab_size, stored=c.hidden_size**-0.5) if c.logit_gain else None
         if c.tie_word_embeddings: self.lm_head.weight = self.embedding.weight
@@ -277,13 +274,13 @@ def make_attention(
     linear=nn.Linear,  # Makes each projection
 ) -> Attention:
     "The attention of one block."
-    same = ("qk_scale", "qk_norm", "qk_norm_scope", "qk_norm_gain", "qk_norm_before_rope", "v_norm",
-            "v_norm_gain", "norm_eps", "norm_bias", "zero_centered_gain",
-            "cast_before_gain", "attn_logit_softcapping", "attn_logit_temperature",
-            "attn_prob_clip", "query_pre_attn_scalar", "sliding_window",
-            "attention_chunk_size", "attention_sinks", "attn_temperature_scale",
-            "attn_temperature_floor", "attention_k_eq_v", "attention_bias",
-            "attention_out_bias")
+    same = ("qk_norm", "qk_norm_scope", "qk_norm_gain", "qk_norm_before_rope",
+            "qk_scale", "v_norm", "v_norm_gain", "norm_eps", "norm_bias",
+            "zero_centered_gain", "cast_before_gain", "attn_logit_softcapping",
+            "attn_logit_temperature", "attn_prob_clip", "query_pre_attn_scalar",
+            "sliding_window", "attention_chunk_size", "attention_sinks",
+            "attention_k_eq_v", "attn_temperature_scale", "attn_temperature_floor",
+            "attention_bias", "attention_out_bias")
     how = dict(linear=linear, **{n: getattr(c, n) for n in same})
     if c.kv_lora_rank is None:
         return Attention(c.hidden_size, c.num_attention_heads, c.num_key_value_heads,
@@ -293,6 +290,7 @@ def make_attention(
     return LatentAttention(c.hidden_size, c.num_attention_heads, **how,
                            **{n: getattr(c, n) for n in latent})
 
+# %% ../nbs/10_model.ipynb #04a2c53a
 def make_mlp(
     c: ModelConfig,
     linear=nn.Linear,  # Makes each projection
@@ -309,6 +307,7 @@ def make_mlp(
     return MoE(c.hidden_size, c.moe_intermediate_size or width, c.num_experts,
                c.activation, **how, **{n: getattr(c, n) for n in routing})
 
+# %% ../nbs/10_model.ipynb #dc1e3896
 def make_layer(
     c: ModelConfig,
     linear=None,  # Makes each projection; None: as the config says
@@ -327,7 +326,7 @@ def make_layer(
 
 Decoder.layer = staticmethod(make_layer)
 
-# %% ../nbs/10_model.ipynb #04a2c53a
+# %% ../nbs/10_model.ipynb #32626531
 def make_rope(
     c: ModelConfig,  # Of one layer
     attention: Attention,  # Knows how wide a head is
@@ -338,6 +337,16 @@ def make_rope(
         attention.rotary_head_dim, rope_theta=c.rope_theta,
         partial_rotary_factor=c.partial_rotary_factor, interleaved=c.rope_interleaved,
         rope_scaling=c.rope_scaling)
+
+def make_ropes(
+    c: ModelConfig,
+    attentions: list[Attention],  # One for each layer
+) -> tuple[nn.ModuleList, list[int | None]]:  # Distinct ones, and which each layer has
+    "Layers with equal settings share a rotation."
+    ropes = [make_rope(*pair) for pair in zip(c.layers, attentions)]
+    distinct = {repr(rope): rope for rope in ropes if rope is not None}
+    return (nn.ModuleList(distinct.values()),
+            [None if r is None else list(distinct).index(repr(r)) for r in ropes])
 
 
 

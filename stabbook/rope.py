@@ -132,8 +132,9 @@ class RotaryEmbedding(torch.nn.Module):
 
     def extra_repr(self):
         names = "head_dim={}, rope_theta={}, partial_rotary_factor={}, interleaved={}"
-        scaled = f", rope_scaling={dict(self.rope_scaling)}" if self.rope_scaling else ""
-        return names.format(*self.frequency_args, self.interleaved) + scaled
+        shown = names.format(*self.frequency_args, self.interleaved)
+        if self.rope_scaling: shown += f", rope_scaling={dict(self.rope_scaling)}"
+        return shown
 
 # %% ../nbs/02_rope.ipynb #9212f0cd
 def linear_scaling(
@@ -182,7 +183,7 @@ def yarn_scaling(
     beta_fast: float = 32.0,  # Turns within it from which a pair stays as it was
     beta_slow: float = 1.0,  # Turns up to which a pair is slower by the factor
     truncate: bool = True,  # Round the two bounds to whole pairs; gpt-oss: False
-    attention_factor: float | None = None,  # Used in attention_factor, with the next two
+    attention_factor: float | None = None,  # This and the next two: next function
     mscale: float | None = None,
     mscale_all_dim: float | None = None,
 ) -> Tensor:  # (R/2,)
