@@ -1174,7 +1174,7 @@ _peri = dict(_rms6, norm_placement="sandwich", embed_scale=8.0)  # √D at D = 6
 _bare = dict(qk_norm="rmsnorm", qk_norm_gain="none", qk_norm_before_rope=False)
 _nope = dict(rope_theta=None, qk_norm=None)  # Llama 4's fourth layers
 
-#: family -> what it does about stability, as changes of the default ModelConfig
+#: family -> what it does about stability, as changes of the default run and its model
 SCHEMES = {
     "llama3": _rms5,
     "qwen3": dict(_rms6, qk_norm="rmsnorm"),
@@ -1193,6 +1193,8 @@ SCHEMES = {
     "gpt_oss": dict(_rms5, attention_sinks=True),
     "deepseek_v3": dict(_rms6, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=22,
                         qk_rope_head_dim=10, v_head_dim=32),
+    "kimi_k2": dict(_rms6, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=22,
+                    qk_rope_head_dim=10, v_head_dim=32, qk_clip_threshold=100.0),
     "nanochat": dict(_bare, norm="rmsnorm", norm_eps=2.0 ** -23, norm_gain=False,
                      embedding_norm="rmsnorm", attn_logit_temperature=1.44,
                      final_logit_softcapping=15.0),
@@ -1209,5 +1211,5 @@ SHARED_SCHEMES = {
     "llama3": ("GLM-4.5-Air", "Mistral", "Qwen2.5"),
     "qwen3": ("GLM-4.5 and 4.7, but for ε",),
     "olmo2": ("OLMo 3",),
-    "deepseek_v3": ("GLM-4.7-Flash, but for ε", "Kimi K2 without its QK-clip"),
+    "deepseek_v3": ("GLM-4.7-Flash, but for ε",),
 }
