@@ -71,11 +71,12 @@ def attention_probabilities(
     z = softcap(z, cap)
     # a finite floor: the softmax of a row of -inf is NaN, and so is its gradient
     z = z.masked_fill(~allowed, torch.finfo(z.dtype).min if padded else -math.inf)
-    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
-    if sinks is None: p = F.softmax(z, -1, dtype=wide)
-    else:
+    if sinks is not None:
         sink = sinks.to(z.dtype)[:, None, None].expand(*z.shape[:-1], 1)
-        p = F.softmax(torch.cat((z, sink), -1), -1, dtype=wide)[..., :-1]
+        z = torch.cat((sink, z), -1)
+    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+    p = F.softmax(z, -1, dtype=wide)
+    if sinks is not None: p = p[..., 1:]
     if padded: p = p.masked_fill(~allowed, 0.0)
     if clip is not None: p = soft_clip(p, *clip)
     return p.to(z.dtype)
@@ -260,10 +261,9 @@ def _set_logits(self: Attention, cap, temperature, clip, scalar, window, backend
     if clip is not None: soft_clip(torch.zeros(1), *clip)
     self.clip, self.sliding_window = clip, window
     self.backend = choice("backend", backend, ("auto", "sdpa", "eager"))
-    if backend == "sdpa" and (self.cap or self.clip or self.sinks is not None):
-        raise ValueError("backend='sdpa' would drop attn_logit_softcapping, "
-                         "attn_prob_clip and attention_sinks, which need the logits; "
-                         "use 'auto' or 'eager'")
+    if backend == "sdpa" and (self.cap or self.clip):
+        raise ValueError("backend='sdpa' would drop attn_logit_softcapping and "
+                         "attn_prob_clip, which need the logits; use 'auto' or 'eager'")
     if scalar is None: scalar = self.head_dim
     self.scale = (_above_zero("attn_logit_temperature", temperature)
                   * _above_zero("query_pre_attn_scalar", scalar) ** -0.5)
@@ -366,12 +366,29 @@ def _sdpa(self: Attention, q, k, v, mask, stats=None):
     "Fused attention: (B, H, T, C), (B, K, S, C) twice -> (B, H, T, C)."
     T, S = q.shape[2], k.shape[2]
     causal = mask is None and T == S and self.limits(S) == (None, None)
+    if self.sinks is not None: return _sdpa_with_sinks(self, q, k, v, mask)
+    if v.shape[-1] < k.shape[-1]:  # fused kernels want equal widths
+        wide = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+        return self.sdpa(q, k, wide, mask)[..., :v.shape[-1]]
     allowed = None if causal else self.allowed(T, S, mask, q.device)
     grouped = self.num_attention_heads != self.num_key_value_heads
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=causal,
                                           scale=self.scale, enable_gqa=grouped)
 
 Attention.sdpa = _sdpa
+
+# %% ../nbs/05_attention.ipynb #4194598c
+def _sdpa_with_sinks(self: Attention, q, k, v, mask):
+    "Fused attention with one key and one channel more."
+    sink = (self.sinks / self.scale).to(q.dtype)[:, None, None].expand(*q.shape[:-1], 1)
+    width = v.shape[-1]
+    k, v = F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, k.shape[-1] + 1 - width, 1, 0))
+    k[:, :, 0, -1] = 1.0
+    allowed = self.allowed(q.shape[2], k.shape[2] - 1, mask, q.device)
+    y = F.scaled_dot_product_attention(
+        torch.cat((q, sink), -1), k, v, attn_mask=F.pad(allowed, (1, 0), value=True),
+        scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
+    return y[..., :width]
 
 # %% ../nbs/05_attention.ipynb #679fd182
 def _eager(self: Attention, q, k, v, mask, stats=None):
@@ -414,8 +431,7 @@ def _forward(
         q = query_temperature(q, *self.temperature, cache.length if cache else 0)
     if cache is not None: k, v = cache.update(k, v)
     q, k, v = (t.transpose(1, 2) for t in (q, *self.expand(k, v)))
-    written_out = (stats is not None or self.cap or self.clip
-                   or self.sinks is not None or self.backend == "eager")
+    written_out = stats is not None or self.cap or self.clip or self.backend == "eager"
     y = (self.eager if written_out else self.sdpa)(q, k, v, mask, stats)
     return self.o_proj(y.transpose(1, 2).flatten(2))
 
