@@ -412,7 +412,8 @@ def query_temperature(
     start: int = 0,  # Position of the first query: how much the cache holds
 ) -> Tensor:  # (B, T, H, C)
     "Multiply by 1 + scale·ln(1 + ⌊(position + 1) / floor⌋)."
-    at = torch.arange(start, start + q.shape[1], device=q.device).float()
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    at = torch.arange(start, start + q.shape[1], device=q.device).to(wide)
     growth = 1.0 + scale * torch.log1p(torch.floor((at + 1.0) / floor))
     return (q * growth[:, None, None]).to(q.dtype)
 
