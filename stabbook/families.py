@@ -748,21 +748,26 @@ def read_header(
         if size < 8 + length or length > 100_000_000:
             raise ValueError(f"{path} is cut off or no safetensors file: its header "
                              f"says {length} bytes, the file has {size}")
-        try: header = json.loads(f.read(length))
-        except ValueError: raise ValueError(
-            f"{path} is damaged: its header is no JSON") from None
-    about, out = header.pop("__metadata__", {}) or {}, {}
+        try: return _entries(path, json.loads(f.read(length)), 8 + length, size)
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError,
+                json.JSONDecodeError) as e: raise ValueError(
+            f"{path} is damaged: its header makes no sense ({e!r})") from None
+
+# %% ../nbs/12_families.ipynb #654d33c4
+def _entries(path, header, start, size):
+    "The tensors of a header, checked against the size of the file."
+    about, out = header.pop("__metadata__", None) or {}, {}
     for name, e in header.items():
         begin, end = e["data_offsets"]
-        if 8 + length + end > size:
+        if start + end > size:
             raise ValueError(f"{path} is cut off: {name} ends at byte "
-                             f"{8 + length + end}, the file has {size}")
+                             f"{start + end}, the file has {size}")
         dtype = DTYPES.get(e["dtype"])
         if dtype is None: raise ValueError(
             f"{path}: {name} has dtype {e['dtype']}, which is none of "
             f"{', '.join(DTYPES)}; quantised checkpoints are not supported")
         _check_size(path, name, e, dtype)
-        out[name] = dtype, tuple(e["shape"]), 8 + length + begin, end - begin
+        out[name] = dtype, tuple(e["shape"]), start + begin, end - begin
     return out, about
 
 def _check_size(path, name, entry, dtype):
@@ -774,13 +779,21 @@ def _check_size(path, name, entry, dtype):
                          f"{need} bytes, its header gives {end - begin}")
 
 # %% ../nbs/12_families.ipynb #c8ec75e5
+def _read_json(path):
+    "A JSON object, or an error that names the file."
+    try: out = json.loads(Path(path).read_text())
+    except ValueError: raise ValueError(f"{path} is no JSON") from None
+    if isinstance(out, dict): return out
+    raise ValueError(f"{path} holds no JSON object")
+
+# %% ../nbs/12_families.ipynb #9e0f3173
 def checkpoint_files(
     folder,  # Of a checkpoint
 ) -> tuple:  # Name -> (path, dtype, shape, offset, bytes); metadata of all files
     "All tensors of a checkpoint, of one file or of several, without reading them."
     folder = Path(folder)
     index, single = (folder / f"model.safetensors{x}" for x in (".index.json", ""))
-    if index.exists(): where = json.loads(index.read_text())["weight_map"]
+    if index.exists(): where = _read_json(index).get("weight_map", {})
     elif single.exists(): where = None
     else: raise ValueError(
         f"{folder} has no model.safetensors and no model.safetensors.index.json; "
@@ -825,6 +838,7 @@ MISSING = {  # Architecture -> what no block here does
     "DoryForCausalLM": "looped layers", "OlmoHybridForCausalLM": "linear attention",
 }
 
+# %% ../nbs/12_families.ipynb #1f3b61eb
 def family_of(
     config: dict,  # A config.json; ValueError for a family that is not here
 ) -> str:  # A key of FAMILIES
@@ -877,8 +891,7 @@ def _read_config(folder):
     path = Path(folder) / "config.json"
     if not path.exists(): raise ValueError(
         f"{folder} has no config.json, so it is no checkpoint")
-    try: config = json.loads(path.read_text())
-    except ValueError: raise ValueError(f"{path} is no JSON") from None
+    config = _read_json(path)
     if config.get("quantization_config"): raise ValueError(
         f"{path} has a quantization_config; quantised checkpoints are not supported")
     return config
@@ -982,26 +995,29 @@ class Probe:
     @torch.no_grad()
     def run(self, **how): return self.model(self.ids, **how)
 
-    @torch.no_grad()
-    def layer(self, x):
-        "The first layer's output for an input of ours."
-        out = []
-        hooks = [self.first.register_forward_pre_hook(lambda m, a: (x, *a[1:])),
-                 self.first.register_forward_hook(lambda m, a, y: out.append(y))]
-        try: self.run()
-        finally: [h.remove() for h in hooks]
-        return out[0]
+# %% ../nbs/12_families.ipynb #ab72c655
+@torch.no_grad()
+def _layer(self: Probe, x):
+    "The first layer's output for an input of ours."
+    out = []
+    hooks = [self.first.register_forward_pre_hook(lambda m, a: (x, *a[1:])),
+             self.first.register_forward_hook(lambda m, a, y: out.append(y))]
+    try: self.run()
+    finally: [h.remove() for h in hooks]
+    return out[0]
 
-    @contextmanager
-    def scaled(self, factor, *parts, rows=slice(None)):
-        "The first layer's weights of these names, multiplied for a while."
-        found = [p for n, p in self.first.named_parameters()
-                 if any(part in n for part in parts)]
-        kept = [p.detach().clone() for p in found]
-        with torch.no_grad():
-            for p in found: p[rows] *= factor
-            yield found
-            for p, old in zip(found, kept): p.copy_(old)
+@contextmanager
+def _scaled(self: Probe, factor, *parts, rows=slice(None)):
+    "The first layer's weights of these names, multiplied for a while."
+    found = [p for n, p in self.first.named_parameters()
+             if any(part in n for part in parts)]
+    kept = [p.detach().clone() for p in found]
+    with torch.no_grad():
+        for p in found: p[rows] *= factor
+        yield found
+        for p, old in zip(found, kept): p.copy_(old)
+
+Probe.layer, Probe.scaled = _layer, _scaled
 
 # %% ../nbs/12_families.ipynb #6a45d508
 def _alike(a, b, tol=1e-3):
@@ -1118,6 +1134,7 @@ def embedding_of(
     return next((t for v, t in names.items() if abs(factor - v) < 1e-6 * v),
                 f"× {factor:.3g}")
 
+# %% ../nbs/12_families.ipynb #6962656c
 @torch.no_grad()
 def head_of(
     p: Probe,

@@ -524,6 +524,34 @@ def test_layers_that_only_predict_further_are_left_out(tmp_path):
         from_pretrained(tmp_path / "m")
 
 
+def test_a_damaged_header_is_an_error_that_names_the_file(tmp_path):
+    whole = (Path(folder("llama3")) / "model.safetensors").read_bytes()
+    length, g, refused = int.from_bytes(whole[:8], "little"), torch.Generator().manual_seed(0), 0
+    for i in range(300):
+        at = int(torch.randint(length + 8, (), generator=g))
+        bad = bytearray(whole)
+        bad[at] = int(torch.randint(256, (), generator=g))
+        (tmp_path / "x.safetensors").write_bytes(bad)
+        try: families.read_header(tmp_path / "x.safetensors")
+        except ValueError as e: refused += "x.safetensors" in str(e) or print(e)
+    assert refused > 100
+
+
+def test_a_wide_correction_in_a_narrow_checkpoint(tmp_path):
+    from safetensors.torch import load_file, save_file
+    copied("glm45", tmp_path / "m")
+    file = tmp_path / "m/model.safetensors"
+    save_file({n: t if "correction_bias" in n else t.bfloat16()
+               for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    edit(tmp_path / "m", dtype="bfloat16")
+    model = from_pretrained(tmp_path / "m")
+    dtypes = {n: b.dtype for n, b in model.state_dict().items()}
+    assert {d for n, d in dtypes.items() if "correction" in n} == {torch.float32}
+    assert {d for n, d in dtypes.items() if "correction" not in n} == {torch.bfloat16}
+    with torch.no_grad():
+        assert model(IDS).dtype == torch.bfloat16 and model(IDS).isfinite().all()
+
+
 def test_bad_folders(tmp_path):
     with pytest.raises(ValueError, match="has no config.json"): from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
