@@ -213,6 +213,8 @@ def _visit(
     scale_input: bool = False,  # Weights multiply what goes in (Llama 4)
 ) -> Tensor:  # (N, D)
     "The weighted sum of what each token's experts answer."
+    if torch.compiler.is_compiling():
+        return _visit_all(self, x, weights, experts, scale_input)
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     token, w = order // experts.shape[1], weights.flatten()[order, None]
@@ -234,6 +236,19 @@ def _answers(self, blocks, gate_up, down, gate_up_bias, down_bias):
         yield F.linear(inner, down[e], down_bias and down_bias[e])
 
 Experts.forward = _visit
+
+# %% ../nbs/06_mlp.ipynb #7625671d
+def _visit_all(self: Experts, x, weights, experts, scale_input):
+    "The same sum with all experts at all tokens."
+    N, E = len(x), len(self.gate_up_proj)
+    w, chosen = (weights.new_zeros(N, E).scatter(1, experts, v).T[..., None]
+                 for v in (weights, torch.ones_like(weights)))  # (E, N, 1)
+    rows = x * w.to(x.dtype) if scale_input else x.expand(E, N, -1)
+    both = rows @ self.gate_up_proj.mT
+    if self.gate_up_bias is not None: both = both + self.gate_up_bias[:, None]
+    answers = gated(self, *both.chunk(2, -1)) @ self.down_proj.mT
+    if self.down_bias is not None: answers = answers + self.down_bias[:, None]
+    return (answers * (chosen if scale_input else w)).sum(0).to(x.dtype)
 
 # %% ../nbs/06_mlp.ipynb #5ba1de3b
 class MoE(nn.Module):

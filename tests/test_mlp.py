@@ -236,6 +236,25 @@ def test_an_idle_expert_gets_a_gradient_of_zero():
     assert grads[5] > 0 and grads.sum() == grads[5]
 
 
+@pytest.mark.parametrize("how", [dict(activation="clamped_swiglu", bias=True, router_bias=True),
+                                 dict(router="sigmoid", router_scales_input=True, num_shared_experts=1)])
+def test_a_compiled_mixture_is_the_same(how):
+    torch.manual_seed(0)
+    moe = MoE(16, 24, 8, **how)
+    with torch.no_grad():
+        for p in moe.parameters(): p.normal_(std=0.3)
+    torch._dynamo.reset()
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    grads = []
+    for f in (moe, compiled):
+        moe.zero_grad()
+        y = f(inputs())
+        y.square().sum().backward()
+        grads.append([y.detach(), *(p.grad for p in moe.parameters())])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * a.abs().max().item())
+
+
 @pytest.mark.parametrize("how,words", [
     (dict(num_experts_per_tok=9), "num_experts_per_tok=9 must be from 1 to num_experts=8"),
     (dict(router="softmx"), "did you mean 'softmax'"),

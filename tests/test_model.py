@@ -141,7 +141,7 @@ def test_every_dtype(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["pre", "qk_norm_cap", "sigma_reparam", "qk_fc_norm",
-                                  "parallel", "gemma2"])
+                                  "parallel", "gemma2", "llama4", "deepseek", "gpt_oss"])
 def test_compiles_without_a_graph_break(name):
     model = shake(build(name)).train(name == "sigma_reparam")
     want = model(IDS)
