@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCOPES', 'GAINS', 'check_mask', 'allowed_keys', 'attention_probabilities', 'attention_stats', 'KVCache', 'gain_shape',
-           'QKNorm', 'LearnedScale', 'head_sizes', 'Attention', 'query_temperature', 'LatentAttention',
-           'QKNormAttention']
+           'QKNorm', 'head_sizes', 'Attention', 'query_temperature', 'LatentAttention', 'QKNormAttention']
 
 # %% ../nbs/05_attention.ipynb #f09dadb2
 import math
@@ -16,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .norms import NORMS, RMSNorm, choice, make_norm
+from .norms import NORMS, LearnedScale, RMSNorm, choice, make_norm
 from .softcap import check_cap, soft_clip, softcap
 
 # %% ../nbs/05_attention.ipynb #1a4bf492
@@ -159,23 +158,6 @@ class QKNorm(nn.Module):
     ) -> Tensor:  # (B, T, H, C)
         if self.scope == "head": return self.norm(x)
         return self.norm(x.flatten(-2)).view(x.shape)
-
-# %% ../nbs/05_attention.ipynb #fd223383
-class LearnedScale(nn.Module):
-    "Learned numbers stored as `stored` that stand for `init` (nGPT, section 2.5)."
-    def __init__(
-        self,
-        *shape: int,
-        init: float = 1.0,  # What each number stands for at the start
-        stored: float = 1.0,  # What the parameter is then
-    ):
-        super().__init__()
-        self.stored, self.ratio = stored, init / stored
-        self.weight = nn.Parameter(torch.full(shape, stored))
-
-    def reset_parameters(self): nn.init.constant_(self.weight, self.stored)
-
-    def forward(self) -> Tensor: return self.weight * self.ratio
 
 # %% ../nbs/05_attention.ipynb #8a6def9d
 def head_sizes(

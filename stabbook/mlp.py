@@ -16,8 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import LearnedScale
-from .norms import at_least_fp32, choice
+from .norms import LearnedScale, at_least_fp32, choice
 
 # %% ../nbs/06_mlp.ipynb #4004cc0a
 def relu2(

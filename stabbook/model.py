@@ -17,10 +17,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import Attention, KVCache, LatentAttention, LearnedScale
+from .attention import Attention, KVCache, LatentAttention
 from .embedding import Embedding
 from .mlp import ACTIVATIONS, CLAMPED, GATED, MLP, ROUTERS, Experts, MoE, Router
-from .norms import NORMS, Norm, choice, make_norm
+from .norms import NORMS, LearnedScale, Norm, choice, make_norm
 from .reparam import LayerScale, SigmaReparamLinear
 from .residual import ALIASES, PLACEMENTS, Block, ParallelBlock, placement
 from .rope import RotaryEmbedding, check_rope_scaling

@@ -12,8 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .attention import LearnedScale
-from .norms import choice
+from .norms import LearnedScale, choice
 
 # %% ../nbs/09_residual.ipynb #99a3fb82
 PLACEMENTS = ("pre", "post", "reordered", "sandwich", "none")

@@ -11,11 +11,10 @@ __all__ = ['SCALINGS', 'rope_frequencies', 'rotate_pairs', 'Rotation', 'rotary_a
 import inspect
 import math
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor
-
-from .norms import choice
 
 # %% ../nbs/02_rope.ipynb #9f7a8019
 def rope_frequencies(
@@ -229,17 +228,25 @@ def check_rope_scaling(
     except (TypeError, ValueError): given = {}
     if "rope_type" not in given:
         raise ValueError(f"{named} must be a mapping with rope_type, as in config.json")
-    kind = choice("rope_scaling['rope_type']", given["rope_type"], SCALINGS)
+    kind = given["rope_type"]
+    _known("rope_scaling['rope_type']", kind, SCALINGS)
     parameters = inspect.signature(SCALINGS[kind]).parameters.values()
     keys = {p.name: p for p in parameters if p.kind == p.KEYWORD_ONLY}
     for key in given.keys() - {"rope_type"}:
-        choice(f"key of rope_scaling with rope_type={kind!r}", key, keys)
+        _known(f"key of rope_scaling with rope_type={kind!r}", key, keys)
         given[key] = _scaling_number(kind, key, given[key])
     missing = [k for k, p in keys.items() if p.default is p.empty and k not in given]
     if missing: raise ValueError(f"{named} must be given {', '.join(missing)} too")
     return tuple(sorted(given.items()))
 
 # %% ../nbs/02_rope.ipynb #1aa72ac2
+def _known(what: str, value, allowed):
+    "Refuse a name that is not one of these, and name the nearest."
+    if value in list(allowed): return
+    near = get_close_matches(str(value), allowed, 1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{what}={value!r} is not one of {', '.join(allowed)}{hint}")
+
 def _scaling_number(kind: str, key: str, value):
     "A finite number above 0 as a float; truncate is a flag, linear may turn back."
     if key == "truncate": fits, rule = isinstance(value, bool), "True or False"
