@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['ACTIVATION', 'SAME', 'HALVES', 'TURNED', 'ONE_BY_ONE', 'PAIRS', 'TURNS', 'TURNED_TURNS', 'TINY', 'FAMILIES', 'DTYPES',
-           'MISSING', 'SCHEMES', 'SHARED_SCHEMES', 'Family', 'shared_fields', 'rope_fields', 'pattern', 'windows',
-           'names', 'Fold', 'lacking', 'family', 'build', 'rules', 'to_theirs', 'check_tensors', 'model_tensors',
-           'to_ours', 'read_header', 'checkpoint_files', 'read_tensor', 'family_of', 'one_plus', 'from_pretrained',
-           'Probe', 'placement_of', 'qk_norm_of', 'qk_gain_of', 'shift_invariant', 'attention_cap', 'has_v_norm',
-           'has_sinks', 'embedding_of', 'head_of', 'gain_of', 'probe', 'table']
+           'MISSING', 'WITH_TOWER', 'SCHEMES', 'SHARED_SCHEMES', 'Family', 'shared_fields', 'rope_fields', 'pattern',
+           'windows', 'names', 'Fold', 'lacking', 'family', 'build', 'rules', 'to_theirs', 'check_tensors',
+           'model_tensors', 'to_ours', 'read_header', 'checkpoint_files', 'read_tensor', 'family_of', 'text_part',
+           'text_name', 'one_plus', 'from_pretrained', 'Probe', 'placement_of', 'qk_norm_of', 'qk_gain_of',
+           'shift_invariant', 'attention_cap', 'has_v_norm', 'has_sinks', 'embedding_of', 'head_of', 'gain_of', 'probe',
+           'table']
 
 # %% ../nbs/12_families.ipynb #115063b2
 import json
@@ -832,9 +833,6 @@ MISSING = {  # Architecture -> what no block here does
     "MambaForCausalLM": "state-space layers", "DeepseekV4ForCausalLM":
     "hyper-connections", "MiniMaxM3ForCausalLM": "clamped gates beside 1 + w",
     "GemmaForCausalLM": "nothing but a row of its own",
-    "Gemma3ForConditionalGeneration": "a vision tower",
-    "Gemma4ForConditionalGeneration": "a vision tower",
-    "Llama4ForConditionalGeneration": "a vision tower",
     "DoryForCausalLM": "looped layers", "OlmoHybridForCausalLM": "linear attention",
 }
 
@@ -854,6 +852,27 @@ def family_of(
     why = f" (it needs {MISSING[name]})" if name in MISSING else ""
     raise ValueError(f"architecture {name!r} is not here{why}; these are: "
                      + ", ".join(have))
+
+# %% ../nbs/12_families.ipynb #6188d613
+WITH_TOWER = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+              "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+              "Llama4ForConditionalGeneration": "Llama4ForCausalLM"}
+
+def text_part(
+    config: dict,  # A config.json
+) -> dict:  # The same, or what it says about its text decoder
+    "The config of the text decoder in a model that sees."
+    name = (config.get("architectures") or [None])[0]
+    if name not in WITH_TOWER or "text_config" not in config: return config
+    # text_config stays as a sign that there are tensors to be left out
+    return {**config, **config["text_config"], "architectures": [WITH_TOWER[name]]}
+
+def text_name(
+    name: str,  # Of a tensor in a checkpoint
+) -> str:  # As the text decoder alone would have it
+    "Without the prefix of a language model inside another model."
+    name = name.removeprefix("language_model.")
+    return name.replace("model.language_model.", "model.", 1)
 
 # %% ../nbs/12_families.ipynb #10360f44
 def one_plus(
@@ -917,12 +936,13 @@ def from_pretrained(
     gain: str | None = None,  # "w" or "1+w" where the files don't tell
 ) -> Decoder:
     "A checkpoint of Transformers as a model of ours; never half-loaded, no pickles."
-    theirs = _read_config(folder)
+    theirs = text_part(_read_config(folder))
     name = family_of(theirs)
     config = family(name).config(theirs)
     files, about = checkpoint_files(folder)
-    unused = _unused(theirs)
-    files = {n: f for n, f in files.items() if not any(u.match(n) for u in unused)}
+    unused = _unused({**family(name).defaults, **theirs})
+    files = {text_name(n): f for n, f in files.items()
+             if not any(u.match(n) for u in unused)}
     with torch.device("meta"): model = Decoder(config)
     state = model_tensors(model)
     check_tensors(to_theirs(name, state), {n: f[2] for n, f in files.items()},
@@ -941,7 +961,9 @@ def _unused(config):
     "Patterns of tensors that no decoder needs: extra layers that predict further."
     first, extra = config["num_hidden_layers"], config.get("num_nextn_predict_layers")
     return [re.compile(rf"model\.layers\.{first + i}\.") for i in range(extra or 0)] + [
-        re.compile(r".*rotary_emb\.inv_freq$")]
+        re.compile(r".*rotary_emb\.inv_freq$")] + [re.compile(
+            r"(model\.)?(vision|audio|multi_modal|embed_vision|embed_audio)")
+            for _ in range("text_config" in config)]
 
 def _fill(model, name, state, files, dtype, device):
     "Read tensor by tensor, so that the peak is the model and one tensor more."
