@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCOPES', 'GAINS', 'check_mask', 'allowed_keys', 'attention_probabilities', 'attention_stats', 'KVCache', 'gain_shape',
-           'QKNorm', 'head_sizes', 'Attention', 'QKNormAttention']
+           'QKNorm', 'head_sizes', 'Attention', 'query_temperature', 'LatentAttention', 'QKNormAttention']
 
 # %% ../nbs/05_attention.ipynb #f09dadb2
 import math
@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .norms import NORMS, choice, make_norm
+from .norms import NORMS, LearnedScale, RMSNorm, choice, make_norm
 from .softcap import check_cap, soft_clip, softcap
 
 # %% ../nbs/05_attention.ipynb #1a4bf492
@@ -40,6 +40,7 @@ def allowed_keys(
     mask: Tensor | None = None,  # True where visible: (B, S) or (B, 1 or H, T, S)
     sliding_window: int | None = None,  # A query sees this many keys, itself included
     device: torch.device | None = None,
+    chunk: int | None = None,  # Keys of the query's own chunk only (Llama 4)
 ) -> Tensor:  # Bool (1 or B, 1 or H, T, S)
     "Which key each query may see: causal, aligned at the end, and what `mask` allows."
     # SDPA's is_causal aligns at the start, which masks the past when a cache is used
@@ -48,6 +49,11 @@ def allowed_keys(
     allowed = j <= i
     if sliding_window is not None: allowed = allowed & (j > i - sliding_window)
     allowed = allowed[None, None]
+    if chunk is not None:
+        first = 0  # chunks are counted from the first real token
+        if mask is not None and mask.dim() == 2:
+            first = (mask.cumsum(-1) == 0).sum(-1)[:, None, None, None]
+        allowed = allowed & ((i - first) // chunk == (j - first) // chunk)
     return allowed if mask is None else allowed & check_mask(mask, keys)
 
 # %% ../nbs/05_attention.ipynb #10ea7a55
@@ -58,13 +64,18 @@ def attention_probabilities(
     cap: float | None = None,  # softcap of the logits
     clip: tuple[float, float] | None = None,  # (zeta, gamma) of soft_clip
     padded: bool = False,  # Whether a row may be masked everywhere
+    sinks: Tensor | None = None,  # (H,) a logit of each head that no key owns
 ) -> Tensor:  # (B, H, T, S) in the dtype of z; a fully masked row is zero
     "Cap, mask, softmax, clip: in this order, since a cap after the mask leaks."
     z = softcap(z, cap)
     # a finite floor: the softmax of a row of -inf is NaN, and so is its gradient
     z = z.masked_fill(~allowed, torch.finfo(z.dtype).min if padded else -math.inf)
+    if sinks is not None:
+        sink = sinks.to(z.dtype)[:, None, None].expand(*z.shape[:-1], 1)
+        z = torch.cat((sink, z), -1)
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
     p = F.softmax(z, -1, dtype=wide)
+    if sinks is not None: p = p[..., 1:]
     if padded: p = p.masked_fill(~allowed, 0.0)
     if clip is not None: p = soft_clip(p, *clip)
     return p.to(z.dtype)
@@ -198,18 +209,18 @@ class Attention(nn.Module):
         attention_out_bias: bool = False,  # Of the output projection
         linear: Callable[..., nn.Module] = nn.Linear,  # Or SigmaReparamLinear
         backend: str = "auto",  # "sdpa" (fused), "eager" (written out) or "auto"
+        **rare,  # What few families have: see `_set_rare`
     ):
         super().__init__()
-        H, K, C = head_sizes(hidden_size, num_attention_heads, num_key_value_heads,
-                             head_dim)
-        self.num_attention_heads, self.num_key_value_heads, self.head_dim = H, K, C
+        self._set_heads(hidden_size, num_attention_heads, num_key_value_heads, head_dim)
+        self._set_rare(hidden_size, **rare)
         self._set_logits(attn_logit_softcapping, attn_logit_temperature, attn_prob_clip,
                          query_pre_attn_scalar, sliding_window, backend)
         self._set_projections(linear, hidden_size, attention_bias, attention_out_bias)
-        self.qk_norm_before_rope = qk_norm_before_rope
-        self._set_norms(qk_norm, qk_norm_gain, v_norm, v_norm_gain, scope=qk_norm_scope,
-                        eps=norm_eps, bias=norm_bias, cast_before_gain=cast_before_gain,
-                        zero_centered_gain=zero_centered_gain)
+        self._set_norms(qk_norm, qk_norm_gain, v_norm, v_norm_gain, qk_norm_before_rope,
+                        scope=qk_norm_scope, eps=norm_eps, bias=norm_bias,
+                        zero_centered_gain=zero_centered_gain,
+                        cast_before_gain=cast_before_gain)
 
 # %% ../nbs/05_attention.ipynb #fda0aea8
 def _above_zero(name, value):
@@ -217,6 +228,12 @@ def _above_zero(name, value):
     if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name}={value} must be a finite number above 0")
     return value
+
+def _set_heads(self: Attention, *sizes):
+    "Numbers of heads, and their width: H, K, C."
+    H, K, C = head_sizes(*sizes)
+    self.num_attention_heads, self.num_key_value_heads, self.head_dim = H, K, C
+    self.rotary_head_dim = C
 
 def _set_logits(self: Attention, cap, temperature, clip, scalar, window, backend):
     "Scale, cap, clip, window and backend."
@@ -233,7 +250,38 @@ def _set_logits(self: Attention, cap, temperature, clip, scalar, window, backend
     self.scale = (_above_zero("attn_logit_temperature", temperature)
                   * _above_zero("query_pre_attn_scalar", scalar) ** -0.5)
 
-Attention._set_logits = _set_logits
+Attention._set_heads, Attention._set_logits = _set_heads, _set_logits
+
+# %% ../nbs/05_attention.ipynb #ad76a170
+def _set_rare(
+    self: Attention,
+    hidden_size: int,
+    *,
+    attention_chunk_size: int | None = None,  # Keys of the same chunk only (Llama 4)
+    attention_sinks: bool = False,  # A learned logit for each head (gpt-oss)
+    attention_k_eq_v: bool = False,  # Values are the projected keys (Gemma 4)
+    attn_temperature_scale: float | None = None,  # See `query_temperature` (Llama 4)
+    attn_temperature_floor: int = 8192,
+    qk_scale: bool = False,  # One gain (H, C) for both, after norm and RoPE (nGPT)
+):
+    "Chunks, sinks, temperature, shared projections and shared gains."
+    H, K, C = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+    for name, value in dict(attention_chunk_size=attention_chunk_size,
+                            attn_temperature_floor=attn_temperature_floor).items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if qk_scale and K != H:
+        raise ValueError(f"qk_scale=True needs num_key_value_heads={K} to be "
+                         f"num_attention_heads={H}: queries and keys share it")
+    self.chunk, self.k_eq_v = attention_chunk_size, attention_k_eq_v
+    self.sinks = nn.Parameter(torch.zeros(H)) if attention_sinks else None
+    scale, self.temperature = attn_temperature_scale, None
+    if scale is not None:
+        scale = _above_zero("attn_temperature_scale", scale)
+        self.temperature = scale, attn_temperature_floor
+    self.qk_scale = LearnedScale(H, C, stored=hidden_size**-0.5) if qk_scale else None
+
+Attention._set_rare = _set_rare
 
 # %% ../nbs/05_attention.ipynb #403727cf
 def _set_projections(self: Attention, linear, hidden_size, bias, out_bias):
@@ -242,11 +290,13 @@ def _set_projections(self: Attention, linear, hidden_size, bias, out_bias):
                                          self.num_key_value_heads))
     self.q_proj = linear(hidden_size, q, bias=bias)
     self.k_proj = linear(hidden_size, kv, bias=bias)
-    self.v_proj = linear(hidden_size, kv, bias=bias)
+    self.v_proj = None if self.k_eq_v else linear(hidden_size, kv, bias=bias)
     self.o_proj = linear(q, hidden_size, bias=out_bias)
 
-def _set_norms(self: Attention, qk_norm, qk_norm_gain, v_norm, v_norm_gain, **how):
+def _set_norms(self: Attention, qk_norm, qk_norm_gain, v_norm, v_norm_gain,
+               before_rope, **how):
     "Norms of queries, keys and values; None where there is none."
+    self.qk_norm_before_rope = before_rope
     choice("qk_norm_scope", how["scope"], SCOPES)
     for name, value, allowed in (("qk_norm", qk_norm, (None, *NORMS)),
                                  ("qk_norm_gain", qk_norm_gain, GAINS),
@@ -268,42 +318,86 @@ def _project(
 ):  # Queries (B, T, H, C), keys and values (B, T, K, C)
     "Project, normalise and rotate, in the order that was asked for."
     heads = lambda y: y.unflatten(-1, (-1, self.head_dim))
-    q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+    q, k = heads(self.q_proj(x)), heads(self.k_proj(x))
+    v = k if self.v_proj is None else heads(self.v_proj(x))
     normalise = self.q_norm is not None
     if normalise and self.qk_norm_before_rope: q, k = self.q_norm(q), self.k_norm(k)
     if rope is not None: q, k = rope(q), rope(k)
     if normalise and not self.qk_norm_before_rope: q, k = self.q_norm(q), self.k_norm(k)
+    if self.qk_scale is not None: q, k = q * self.qk_scale(), k * self.qk_scale()
     if self.v_norm is not None: v = self.v_norm(v)
     return q, k, v
 
 Attention.project = _project
 
 # %% ../nbs/05_attention.ipynb #0981c12f
+def _limits(self: Attention, keys: int) -> tuple[int | None, int | None]:
+    "Window and chunk; None where it holds all keys and hides nothing."
+    return tuple(n if n is not None and n < keys else None
+                 for n in (self.sliding_window, self.chunk))
+
+def _allowed(self: Attention, queries: int, keys: int, mask, device) -> Tensor:
+    "`allowed_keys` of this layer."
+    window, chunk = self.limits(keys)
+    return allowed_keys(queries, keys, mask, window, device, chunk)
+
+Attention.limits, Attention.allowed = _limits, _allowed
+
+# %% ../nbs/05_attention.ipynb #47e2dadb
 def _sdpa(self: Attention, q, k, v, mask, stats=None):
     "Fused attention: (B, H, T, C), (B, K, S, C) twice -> (B, H, T, C)."
     T, S = q.shape[2], k.shape[2]
-    causal = mask is None and T == S and self.sliding_window is None
-    allowed = None
-    if not causal: allowed = allowed_keys(T, S, mask, self.sliding_window, q.device)
+    causal = mask is None and T == S and self.limits(S) == (None, None)
+    if self.sinks is not None: return _sdpa_with_sinks(self, q, k, v, mask)
+    if v.shape[-1] < k.shape[-1]:  # fused kernels want equal widths
+        wide = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+        return self.sdpa(q, k, wide, mask)[..., :v.shape[-1]]
+    allowed = None if causal else self.allowed(T, S, mask, q.device)
     grouped = self.num_attention_heads != self.num_key_value_heads
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=causal,
                                           scale=self.scale, enable_gqa=grouped)
 
 Attention.sdpa = _sdpa
 
+# %% ../nbs/05_attention.ipynb #4194598c
+def _sdpa_with_sinks(self: Attention, q, k, v, mask):
+    "Fused attention with one key and one channel more."
+    sink = (self.sinks / self.scale).to(q.dtype)[:, None, None].expand(*q.shape[:-1], 1)
+    width = v.shape[-1]
+    k, v = F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, k.shape[-1] + 1 - width, 1, 0))
+    k[:, :, 0, -1] = 1.0
+    allowed = self.allowed(q.shape[2], k.shape[2] - 1, mask, q.device)
+    y = F.scaled_dot_product_attention(
+        torch.cat((q, sink), -1), k, v, attn_mask=F.pad(allowed, (1, 0), value=True),
+        scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
+    return y[..., :width]
+
 # %% ../nbs/05_attention.ipynb #679fd182
 def _eager(self: Attention, q, k, v, mask, stats=None):
     "Attention written out, for caps, clips and statistics; same shapes as `sdpa`."
     groups = self.num_attention_heads // self.num_key_value_heads
     if groups > 1: k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
-    allowed = allowed_keys(q.shape[2], k.shape[2], mask, self.sliding_window, q.device)
+    allowed = self.allowed(q.shape[2], k.shape[2], mask, q.device)
     z = q @ k.transpose(-1, -2) * self.scale
     p = attention_probabilities(z, allowed, cap=self.cap, clip=self.clip,
-                                padded=mask is not None)
+                                padded=mask is not None, sinks=self.sinks)
     if stats is not None: stats.append(attention_stats(z, p, allowed))
     return p @ v
 
 Attention.eager = _eager
+
+# %% ../nbs/05_attention.ipynb #2a10120f
+def query_temperature(
+    q: Tensor,  # (B, T, H, C)
+    scale: float,  # Llama 4: 0.1
+    floor: int,  # Positions per step; Llama 4: 8,192
+    start: int = 0,  # Position of the first query: how much the cache holds
+) -> Tensor:  # (B, T, H, C)
+    "Multiply by 1 + scale·ln(1 + ⌊(position + 1) / floor⌋)."
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    at = torch.arange(start, start + q.shape[1], device=q.device).to(wide)
+    growth = 1.0 + scale * torch.log1p(torch.floor((at + 1.0) / floor))
+    return (q * growth[:, None, None]).to(q.dtype)
 
 # %% ../nbs/05_attention.ipynb #0619b831
 def _forward(
@@ -316,13 +410,93 @@ def _forward(
 ) -> Tensor:  # (B, T, D)
     "Attend to everything up to and including oneself."
     q, k, v = self.project(x, rope)
+    if self.temperature is not None:
+        q = query_temperature(q, *self.temperature, cache.length if cache else 0)
     if cache is not None: k, v = cache.update(k, v)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, *self.expand(k, v)))
     written_out = stats is not None or self.cap or self.clip or self.backend == "eager"
     y = (self.eager if written_out else self.sdpa)(q, k, v, mask, stats)
     return self.o_proj(y.transpose(1, 2).flatten(2))
 
 Attention.forward = _forward
+Attention.expand = lambda self, k, v: (k, v)  # what the cache kept, as it attends
+
+# %% ../nbs/05_attention.ipynb #7ba732b0
+class LatentAttention(Attention):
+    "Attention whose keys and values come out of one latent (DeepSeek V2 and V3)."
+    def __init__(
+        self,
+        hidden_size: int,  # D
+        num_attention_heads: int,  # H; there are as many keys and values
+        *,
+        kv_lora_rank: int,  # Channels of the latent; this and the rotary key are cached
+        qk_nope_head_dim: int,  # Channels that do not rotate
+        qk_rope_head_dim: int,  # Channels that do; even
+        v_head_dim: int,  # Channels of a value
+        q_lora_rank: int | None = None,  # Channels of the query's latent; None for none
+        latent_norm_eps: float = 1e-6,  # DeepSeek V3 takes 1e-6, whatever norm_eps is
+        **kwargs,  # As Attention takes them; norms of q, k and v are refused
+    ):
+        sizes = dict(kv_lora_rank=kv_lora_rank, qk_nope_head_dim=qk_nope_head_dim,
+                     qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim)
+        for name, size in sizes.items():
+            if size is None or size < 1:
+                raise ValueError(f"{name}={size} must be at least 1, since latent "
+                                 "attention needs kv_lora_rank and the three head_dims")
+        for name in ("qk_norm", "qk_scale", "v_norm", "attention_k_eq_v"):
+            if kwargs.get(name):
+                raise ValueError(f"{name}={kwargs[name]!r} must be left out beside "
+                                 "kv_lora_rank: here the norms stand on the latents")
+        self.latent = {**sizes, "q_lora_rank": q_lora_rank, "eps": latent_norm_eps}
+        head_dim = qk_nope_head_dim + qk_rope_head_dim
+        super().__init__(hidden_size, num_attention_heads, None, head_dim, **kwargs)
+        self.rotary_head_dim = qk_rope_head_dim
+
+# %% ../nbs/05_attention.ipynb #2a2560b2
+def _set_latents(self: LatentAttention, linear, hidden_size, bias, out_bias):
+    "Down to the latents, a norm on each, up to the heads."
+    H, rank, q_rank = self.num_attention_heads, *(
+        self.latent[n] for n in ("kv_lora_rank", "q_lora_rank"))
+    nope, rope, v = (self.latent[n] for n in (
+        "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    norm = lambda n: RMSNorm(n, self.latent["eps"])
+    if q_rank is None: self.q_proj = linear(hidden_size, H * (nope + rope), bias=False)
+    else:
+        self.q_proj, self.q_a_norm = None, norm(q_rank)
+        self.q_a_proj = linear(hidden_size, q_rank, bias=bias)
+        self.q_b_proj = linear(q_rank, H * (nope + rope), bias=False)
+    self.kv_a_proj = linear(hidden_size, rank + rope, bias=bias)
+    self.kv_a_norm = norm(rank)
+    self.kv_b_proj = linear(rank, H * (nope + v), bias=False)
+    self.o_proj = linear(H * v, hidden_size, bias=out_bias)
+
+LatentAttention._set_projections = _set_latents
+
+# %% ../nbs/05_attention.ipynb #6809f72c
+def _project_latent(
+    self: LatentAttention,
+    x: Tensor,  # (B, T, D)
+    rope: Callable[[Tensor], Tensor] | None = None,  # For qk_rope_head_dim channels
+):  # Queries (B, T, H, C), latent (B, T, 1, rank), rotary key (B, T, 1, R)
+    "Queries, and what the cache keeps."
+    nope, turning = self.latent["qk_nope_head_dim"], self.rotary_head_dim
+    q = (self.q_proj(x) if self.q_proj is not None
+         else self.q_b_proj(self.q_a_norm(self.q_a_proj(x))))
+    q = q.unflatten(-1, (-1, self.head_dim))
+    latent, k = self.kv_a_proj(x)[:, :, None].split(
+        (self.latent["kv_lora_rank"], turning), -1)
+    if rope is not None:
+        k, q = rope(k), torch.cat((q[..., :nope], rope(q[..., nope:])), -1)
+    return q, self.kv_a_norm(latent), k
+
+def _expand(self: LatentAttention, latent: Tensor, rotary_key: Tensor):
+    "Keys (B, S, H, C) and values (B, S, H, v_head_dim) of all heads."
+    nope, v = self.latent["qk_nope_head_dim"], self.latent["v_head_dim"]
+    kv = self.kv_b_proj(latent[:, :, 0]).unflatten(-1, (-1, nope + v))
+    k, v = kv.split((nope, v), -1)
+    return torch.cat((k, rotary_key.expand(*k.shape[:3], -1)), -1), v
+
+LatentAttention.project, LatentAttention.expand = _project_latent, _expand
 
 # %% ../nbs/05_attention.ipynb #74f77616
 class QKNormAttention(Attention):

@@ -117,9 +117,30 @@ def qk_clip_factors(
     return torch.where(over, threshold / torch.where(over, group, 1.0), 1.0)
 
 # %% ../nbs/08_reparam.ipynb #70479226
+def scale_rows_(
+    proj: nn.Linear,  # Its rows are heads, one after the other
+    factors: Tensor,  # (heads, rows of a head) or (heads, 1)
+):
+    "Multiply the rows of a projection in place."
+    for p in (proj.weight, proj.bias):
+        if p is None: continue
+        rows = p.unflatten(0, (len(factors), -1))
+        rows.mul_(factors if p.dim() == 1 else factors[..., None])
+
+def scale_latents_(attention: nn.Module, q: Tensor, k: Tensor, eta: Tensor):
+    "The same for latent attention: the rotary key is shared, so its query takes all."
+    nope, rope, v = (attention.latent[n] for n in (
+        "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    many = lambda factor, n: factor.expand(-1, n)
+    queries = attention.q_proj if attention.q_proj is not None else attention.q_b_proj
+    scale_rows_(queries, torch.cat((many(q, nope), many(eta, rope)), -1))
+    ones = torch.ones_like(k)
+    scale_rows_(attention.kv_b_proj, torch.cat((many(k, nope), many(ones, v)), -1))
+
+# %% ../nbs/08_reparam.ipynb #a0d39405
 @torch.no_grad()
 def qk_clip_(
-    attention: nn.Module,  # With q_proj, k_proj and head counts
+    attention: nn.Module,  # Attention or LatentAttention, without qk_norm
     max_logits: Tensor,  # (H,) as in `qk_clip_factors`
     threshold: float = 100.0,  # τ
     alpha: float = 0.5,  # Queries take η^α, keys η^(1-α)
@@ -129,13 +150,11 @@ def qk_clip_(
     if attention.q_norm is not None:
         raise ValueError("QK-clip has no effect beside qk_norm: "
                          "the norm undoes any scale")
-    if isinstance(attention.q_proj, SigmaReparamLinear):
+    if isinstance(attention.o_proj, SigmaReparamLinear):
         raise ValueError("QK-clip has no effect beside sigma_reparam: dividing by "
                          "the largest singular value undoes the scale")
     eta = qk_clip_factors(max_logits, threshold, K)
-    factors = (eta.repeat_interleave(H // K) ** alpha, eta ** (1 - alpha))
-    for proj, factor in zip((attention.q_proj, attention.k_proj), factors):
-        for p in (proj.weight, proj.bias):
-            if p is None: continue
-            p.unflatten(0, (len(factor), -1)).mul_(factor.view(-1, *[1] * p.dim()))
+    q, k = eta.repeat_interleave(H // K)[:, None] ** alpha, eta[:, None] ** (1 - alpha)
+    if hasattr(attention, "latent"): scale_latents_(attention, q, k, eta[:, None])
+    else: scale_rows_(attention.q_proj, q); scale_rows_(attention.k_proj, k)
     return eta

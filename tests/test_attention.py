@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from stabbook.attention import (Attention, KVCache, QKNorm, QKNormAttention,
-                                allowed_keys, attention_probabilities, attention_stats)
+from stabbook.attention import (Attention, KVCache, LatentAttention, QKNorm,
+                                QKNormAttention, allowed_keys, attention_probabilities,
+                                attention_stats)
 from stabbook.rope import RotaryEmbedding
 
 B, T, D, H, K, C = 2, 7, 32, 6, 2, 8
@@ -24,6 +25,9 @@ VARIANTS = {
     "clip": dict(attn_prob_clip=(1.03, -0.03)),
     "temperature": dict(attn_logit_temperature=0.5),
     "bias": dict(attention_bias=True, attention_out_bias=True),
+    "chunk": dict(attention_chunk_size=3),
+    "sinks": dict(attention_sinks=True),
+    "k_eq_v": dict(attention_k_eq_v=True, v_norm="rmsnorm", v_norm_gain="none"),
 }
 CAPPED = ["cap", "clip"]
 PADDING = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
@@ -57,12 +61,16 @@ def loop(attn, x, rope, mask=None):
             g = h // (attn.num_attention_heads // attn.num_key_value_heads)
             for i in range(x.shape[1]):
                 first = 0 if attn.sliding_window is None else max(0, i - attn.sliding_window + 1)
+                if attn.chunk:
+                    pad = 0 if mask is None else int((mask[b].cumsum(0) == 0).sum())
+                    first = max(0, (i - pad) // attn.chunk * attn.chunk + pad)
                 seen = [j for j in range(first, i + 1) if mask is None or mask[b, j]]
                 if not seen:
                     continue
                 z = torch.stack([q[b, i, h] @ k[b, j, g] for j in seen]) * attn.scale
                 if attn.cap:
                     z = attn.cap * torch.tanh(z / attn.cap)
+                if attn.sinks is not None: z = torch.cat((z, attn.sinks[h:h + 1]))
                 p = torch.softmax(z, 0)
                 if attn.clip:
                     zeta, gamma = attn.clip
@@ -327,7 +335,7 @@ def test_views_that_are_not_contiguous(name):
                                    atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["plain", "layernorm", "full", "after_rope", "window", *CAPPED])
+@pytest.mark.parametrize("name", ["plain", "layernorm", "full", "after_rope", "window", "sinks", *CAPPED])
 def test_compiles_without_a_break(name):
     attn, x, stats = build(name), inputs(), []
     torch._dynamo.reset()
@@ -468,3 +476,186 @@ def test_bad_settings_are_refused_by_name(args, how, words):
 def test_a_mask_that_would_be_misread_is_refused(mask, words, backend):
     with pytest.raises(ValueError, match=words):
         build(backend=backend)(inputs(), mask=mask)
+
+
+# ------------------------------------------------------------------ the families' attentions
+
+WIDE = dict(hidden_size=32, num_attention_heads=4, rms_norm_eps=1e-5, attn_implementation="eager")
+
+
+def reference(family, config, index=0):
+    "An attention of Transformers with random weights, and the rotation that it wants"
+    module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=["x"])
+    kind = {"deepseek_v3": "DeepseekV3", "gpt_oss": "GptOss", "llama4": "Llama4Text",
+            "gemma4": "Gemma4Text", "nanochat": "NanoChat"}[family]
+    torch.manual_seed(0)
+    theirs = getattr(module, kind + "Attention")(config, index)
+    rotary = getattr(module, kind + "RotaryEmbedding")(config)
+    with torch.no_grad():
+        for p in theirs.parameters(): p.normal_(std=0.3)
+    return theirs, rotary
+
+
+def causal(T, allowed=None):
+    allowed = allowed_keys(T, T) if allowed is None else allowed
+    return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+
+
+def compare(theirs, ours, run, names=lambda n: n, T=9):
+    ours.load_state_dict({names(n): p for n, p in theirs.state_dict().items()})
+    torch.manual_seed(1)
+    x = torch.randn(2, T, 32)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    want, got = run(theirs, a)[0], ours(b, *run.ours)
+    torch.testing.assert_close(got, want, atol=2e-6 * want.abs().max().item(), rtol=1e-5)
+    (want * x).sum().backward(), (got * x).sum().backward()
+    torch.testing.assert_close(b.grad, a.grad, atol=5e-6 * a.grad.abs().max().item(), rtol=1e-4)
+    mine = dict(ours.named_parameters())
+    for name, p in theirs.named_parameters():
+        torch.testing.assert_close(mine[names(name)].grad, p.grad, rtol=1e-4,
+                                   atol=1e-5 * p.grad.abs().max().item())
+    return x, got
+
+
+class Run:
+    "Call the attention of Transformers, and keep what ours is called with"
+    def __init__(self, rotary, rope, T=9, allowed=None, mask=None, **extra):
+        at = torch.arange(T)
+        self.angles = None if rotary is None else rotary(torch.empty(0), at[None])
+        self.mask, self.extra = causal(T, allowed), extra
+        self.ours = (None if rope is None else rope(at), mask)
+
+    def __call__(self, theirs, x):
+        return theirs(x, self.angles, attention_mask=self.mask, **self.extra)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_equal_gpt_oss(window):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(**WIDE, num_key_value_heads=2, head_dim=8, sliding_window=4)
+    theirs, rotary = reference("gpt_oss", config, 0 if window else 1)
+    rope = RotaryEmbedding(8, rope_theta=150_000.0, rope_scaling=dict(
+        rope_type="yarn", factor=32, beta_fast=32, beta_slow=1, truncate=False,
+        original_max_position_embeddings=4096))
+    ours = Attention(32, 4, 2, 8, attention_sinks=True, sliding_window=window,
+                     attention_bias=True, attention_out_bias=True)
+    run = Run(rotary, rope, allowed=allowed_keys(9, 9, sliding_window=window))
+    x, y = compare(theirs, ours, run)
+    with torch.no_grad(): ours.sinks.fill_(-1e4)
+    bare = Attention(32, 4, 2, 8, sliding_window=window, attention_bias=True, attention_out_bias=True)
+    bare.load_state_dict({n: p for n, p in ours.state_dict().items() if n != "sinks"})
+    torch.testing.assert_close(ours(x, *run.ours), bare(x, *run.ours))
+    assert not torch.allclose(y, bare(x, *run.ours), atol=1e-2)
+
+
+@pytest.mark.parametrize("latent_query", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_latents_equal_deepseek(latent_query, interleaved):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(kv_lora_rank=12, q_lora_rank=20 if latent_query else None, qk_nope_head_dim=6,
+                 qk_rope_head_dim=4, v_head_dim=10)
+    yarn = dict(rope_type="yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.7,
+                original_max_position_embeddings=16)
+    config = transformers.DeepseekV3Config(
+        **WIDE, **sizes, num_key_value_heads=4, rope_interleave=interleaved, attention_bias=True,
+        rope_parameters=dict(rope_theta=1e4, **yarn), max_position_embeddings=640)
+    theirs, rotary = reference("deepseek_v3", config)
+    m = 0.1 * 0.7 * math.log(40.0) + 1
+    ours = LatentAttention(32, 4, **sizes, attn_logit_temperature=m * m,
+                           attention_bias=True, attention_out_bias=True, norm_eps=1e-2)
+    assert ours.scale == pytest.approx(theirs.scaling, rel=1e-12)
+    rope = RotaryEmbedding(4, interleaved=interleaved, rope_scaling=yarn)
+    compare(theirs, ours, Run(rotary, rope), lambda n: n.replace("_layernorm", "_norm")
+            .replace("_with_mqa", ""))
+
+
+@pytest.mark.parametrize("rope_layer", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_chunks_norms_and_temperature_equal_llama4(rope_layer, padded):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Llama4TextConfig(
+        **WIDE, num_key_value_heads=2, head_dim=8, num_hidden_layers=2, no_rope_layers=[1, 0],
+        attention_chunk_size=4, floor_scale=3, attn_scale=0.1)
+    theirs, rotary = reference("llama4", config, 0 if rope_layer else 1)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    if padded: mask[0, :3] = 0
+    masks = __import__("transformers.masking_utils", fromlist=["x"])
+    make = masks.create_chunked_causal_mask if rope_layer else masks.create_causal_mask
+    added = make(config=config, inputs_embeds=torch.empty(2, 9, 32), attention_mask=mask,
+                 cache=None, position_ids=None)
+    how = (dict(qk_norm="rmsnorm", qk_norm_gain="none", qk_norm_before_rope=False, norm_eps=1e-5,
+                attention_chunk_size=4) if rope_layer
+           else dict(attn_temperature_scale=0.1, attn_temperature_floor=3))
+    ours = Attention(32, 4, 2, 8, **how)
+    ours.load_state_dict(theirs.state_dict())
+    at, x = torch.arange(9), torch.randn(2, 9, 32)
+    rope = RotaryEmbedding(8, rope_theta=config.rope_parameters["rope_theta"], interleaved=True)
+    want = theirs(x, rotary(torch.empty(0), at[None]), attention_mask=added)[0]
+    got = ours(x, rope(at) if rope_layer else None, mask)
+    real = mask.bool()
+    torch.testing.assert_close(got[real], want[real], atol=2e-6 * want.abs().max().item(), rtol=1e-5)
+    if not rope_layer:
+        cache = KVCache()
+        parts = [ours(part, None, cache=cache) for part in x.split(4, 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), ours(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_equals_gemma4(layer):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma4TextConfig(
+        **WIDE, num_key_value_heads=2, head_dim=8, global_head_dim=16, num_global_key_value_heads=1,
+        num_hidden_layers=2, sliding_window=4, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention", "full_attention"])
+    theirs, rotary = reference("gemma4", config, layer)
+    how = dict(qk_norm="rmsnorm", v_norm="rmsnorm", v_norm_gain="none", norm_eps=1e-5,
+               cast_before_gain=False, query_pre_attn_scalar=1.0)
+    if layer == 0:
+        ours = Attention(32, 4, 2, 8, sliding_window=4, **how)
+        rope = RotaryEmbedding(8)
+    else:
+        ours = Attention(32, 4, 1, 16, attention_k_eq_v=True, **how)
+        rope = RotaryEmbedding(16, rope_theta=1e6, partial_rotary_factor=0.25,
+                               rope_scaling=dict(rope_type="proportional"))
+    kind = config.layer_types[layer]
+    run = Run(lambda x, at: rotary(x, at, kind), rope, shared_kv_states={},
+              allowed=allowed_keys(9, 9, sliding_window=4 if layer == 0 else None))
+    compare(theirs, ours, run, lambda n: n.replace("_norm.", "_norm.norm."))
+
+
+def test_equals_nanochat():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.NanoChatConfig(**WIDE, num_key_value_heads=2)
+    theirs, rotary = reference("nanochat", config)
+    ours = Attention(32, 4, 2, qk_norm="rmsnorm", qk_norm_gain="none", norm_eps=1e-5,
+                     qk_norm_before_rope=False)
+    back = RotaryEmbedding(8, rope_scaling=dict(rope_type="linear", factor=-1))
+    x, y = compare(theirs, ours, Run(rotary, back))
+    assert not torch.allclose(y, ours(x, RotaryEmbedding(8)(torch.arange(9))), atol=1e-3)
+
+
+def test_a_window_that_holds_everything_hides_nothing():
+    torch.manual_seed(0)
+    a, b = Attention(32, 4), Attention(32, 4, sliding_window=9, attention_chunk_size=9)
+    b.load_state_dict(a.state_dict())
+    x = torch.randn(2, 9, 32)
+    assert torch.equal(a(x), b(x))
+    longer = torch.randn(2, 10, 32)
+    assert not torch.allclose(a(longer)[:, -1], b(longer)[:, -1])
+
+
+@pytest.mark.parametrize("how,words", [
+    (dict(attention_chunk_size=0), "attention_chunk_size=0 must be at least 1"),
+    (dict(attn_temperature_scale=-0.1), "attn_temperature_scale=-0.1 must be"),
+    (dict(attn_temperature_floor=0), "attn_temperature_floor=0 must be")])
+def test_settings_of_families_are_refused_by_name(how, words):
+    with pytest.raises(ValueError, match=words): Attention(32, 4, **how)
+
+
+@pytest.mark.parametrize("how,words", [
+    (dict(v_head_dim=0), "v_head_dim=0 must be at least 1"), (dict(kv_lora_rank=None), "kv_lora_rank=None"),
+    (dict(qk_norm="rmsnorm"), "qk_norm='rmsnorm' must be left out"),
+    (dict(v_norm="rmsnorm"), "v_norm='rmsnorm'"), (dict(attention_k_eq_v=True), "attention_k_eq_v=True")])
+def test_latents_that_cannot_be(how, words):
+    sizes = dict(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10)
+    with pytest.raises(ValueError, match=words): LatentAttention(32, 4, **{**sizes, **how})

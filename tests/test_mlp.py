@@ -3,11 +3,11 @@ import pytest
 import torch
 from torch import nn
 
-from stabbook.mlp import ACTIVATIONS, GATED, MLP, gelu_tanh, relu2
+from stabbook.mlp import ACTIVATIONS, CLAMPED, GATED, MLP, MoE, gelu_tanh, relu2
 
-NAMES = (*ACTIVATIONS, *GATED)
+NAMES = (*ACTIVATIONS, *GATED, CLAMPED)
 every = pytest.mark.parametrize("name", NAMES)
-EXPONENT = {"gelu": 1, "gelu_tanh": 1, "relu2": 2, "swiglu": 2, "geglu": 2}
+EXPONENT = {"gelu": 1, "gelu_tanh": 1, "relu": 1, "relu2": 2, "swiglu": 2, "geglu": 2, CLAMPED: 0}
 
 
 def build(name, dtype=torch.float32, **how):
@@ -21,7 +21,7 @@ def inputs(dtype=torch.float32):
 
 
 @pytest.mark.parametrize("ours,theirs", [("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh"),
-                                         ("relu2", "relu2"), ("swiglu", "silu"),
+                                         ("relu2", "relu2"), ("relu", "relu"), ("swiglu", "silu"),
                                          ("geglu", "gelu_pytorch_tanh")])
 def test_activations_equal_transformers(ours, theirs):
     activations = pytest.importorskip("transformers.activations")
@@ -97,7 +97,7 @@ def test_the_linear_that_is_given_is_used(name):
             made.append(self)
 
     mlp = MLP(8, 24, name, bias=True, linear=Counted)
-    assert len(made) == (3 if name in GATED else 2)
+    assert len(made) == (2 if name in ACTIVATIONS else 3)
     assert all(m.bias is not None for m in made)
     assert sum(isinstance(m, nn.Linear) for m in mlp.modules()) == len(made)
 
@@ -129,3 +129,138 @@ def test_views_and_the_compiler(name):
 def test_bad_settings_are_refused_by_name(args, words):
     with pytest.raises(ValueError, match=words):
         MLP(*args)
+
+
+# ------------------------------------------------------------------ a mixture of experts
+
+def moe_pair(family):
+    "A mixture of Transformers with random weights, and ours with the same"
+    transformers = pytest.importorskip("transformers")
+    module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=["x"])
+    size = dict(hidden_size=16, num_attention_heads=2, num_key_value_heads=2)
+    experts = dict(num_experts_per_tok=3)
+    if family in ("deepseek_v3", "glm4_moe"):
+        name, block = {"deepseek_v3": ("DeepseekV3", "MoE"), "glm4_moe": ("Glm4Moe", "MoE")}[family]
+        config = getattr(transformers, name + "Config")(
+            **size, **experts, moe_intermediate_size=24, n_routed_experts=8, n_group=4,
+            topk_group=2, n_shared_experts=2, routed_scaling_factor=2.5)
+        ours = MoE(16, 24, 8, **experts, router="sigmoid", router_correction_bias=True, n_group=4,
+                   topk_group=2, num_shared_experts=2, routed_scaling_factor=2.5)
+        theirs = getattr(module, name + block)(config)
+    elif family == "minimax_m2":
+        config = transformers.MiniMaxM2Config(**size, **experts, intermediate_size=24,
+                                              num_local_experts=8)
+        theirs = module.MiniMaxM2SparseMoeBlock(config)
+        ours = MoE(16, 24, 8, **experts, router="sigmoid", router_correction_bias=True)
+    elif family == "qwen3_moe":
+        config = transformers.Qwen3MoeConfig(**size, **experts, moe_intermediate_size=24,
+                                             num_experts=8, norm_topk_prob=False)
+        theirs = module.Qwen3MoeSparseMoeBlock(config)
+        ours = MoE(16, 24, 8, **experts, norm_topk_prob=False)
+    elif family == "gpt_oss":
+        config = transformers.GptOssConfig(**size, **experts, intermediate_size=24,
+                                           num_local_experts=8, swiglu_limit=0.5)
+        theirs = module.GptOssMLP(config)
+        ours = MoE(16, 24, 8, "clamped_swiglu", **experts, router_bias=True, bias=True,
+                   swiglu_limit=0.5)
+    else:
+        config = transformers.Llama4TextConfig(**size, num_experts_per_tok=2, intermediate_size=24,
+                                               num_local_experts=8)
+        theirs = module.Llama4TextMoe(config)
+        ours = MoE(16, 24, 8, num_experts_per_tok=2, router="sigmoid", norm_topk_prob=False,
+                   num_shared_experts=1, router_scales_input=True)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in (*theirs.parameters(), *theirs.buffers()): p.normal_(std=0.5)
+    theirs.config = getattr(theirs, "config", config)
+    for m in theirs.modules(): m.config = config
+    config._experts_implementation = "eager"
+    ours.load_state_dict({to_ours(n): turn(family, n, p) for n, p in theirs.state_dict().items()})
+    return theirs, ours
+
+
+def to_ours(name):
+    for a, b in (("gate.weight", "router.weight"), ("gate.e_score_correction_bias", "router.correction_bias"),
+                 ("shared_experts.", "shared."), ("shared_expert.", "shared.")):
+        name = b + name[len(a):] if name.startswith(a) else name
+    name = {"e_score_correction_bias": "router.correction_bias"}.get(name, name)
+    return name.replace("gate_up_proj_bias", "gate_up_bias").replace("down_proj_bias", "down_bias")
+
+
+def turn(family, name, p):
+    "gpt-oss and Llama 4 keep matrices transposed, gpt-oss gate and up in turns"
+    if family in ("gpt_oss", "llama4") and name.startswith("experts") and p.dim() == 3:
+        p = p.transpose(1, 2)
+    if family == "gpt_oss" and "gate_up" in name: p = torch.cat((p[:, ::2], p[:, 1::2]), 1)
+    return p
+
+
+FAMILIES = ["deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_moe", "gpt_oss", "llama4"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixtures_equal_transformers(family):
+    theirs, ours = moe_pair(family)
+    x, y = inputs().requires_grad_(), inputs().requires_grad_()
+    want, got = theirs(x), ours(y)
+    if isinstance(want, tuple): want = want[0]
+    want = want.view(got.shape)
+    torch.testing.assert_close(got, want, atol=1e-6 * want.abs().max().item(), rtol=1e-5)
+    want.square().sum().backward()
+    got.square().sum().backward()
+    scale = x.grad.abs().max().item()
+    torch.testing.assert_close(y.grad, x.grad, atol=2e-6 * scale, rtol=1e-5)
+    mine = dict(ours.named_parameters())
+    for name, p in theirs.named_parameters():
+        grad = mine[to_ours(name)].grad
+        want = turn(family, name, torch.zeros_like(p) if p.grad is None else p.grad)
+        torch.testing.assert_close(grad, want, atol=3e-6 * want.abs().max().item() + 1e-12, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_mixture_in_every_dtype(dtype):
+    torch.manual_seed(0)
+    moe = MoE(16, 24, 8, num_shared_experts=1, num_experts_per_tok=8).to(dtype)
+    x = inputs(dtype)
+    assert moe(x).dtype == dtype
+    # with all experts visited no choice can turn on a rounding
+    torch.testing.assert_close(moe(x).float(), moe.float()(x.float()), atol=0.01, rtol=0.05)
+
+
+def test_an_idle_expert_gets_a_gradient_of_zero():
+    torch.manual_seed(0)
+    moe = MoE(16, 24, 8, router_correction_bias=True, num_experts_per_tok=1)
+    moe.router.correction_bias[5] = 9
+    moe(inputs()).sum().backward()
+    grads = moe.experts.down_proj.grad.abs().amax((1, 2))
+    assert grads[5] > 0 and grads.sum() == grads[5]
+
+
+@pytest.mark.parametrize("how", [dict(activation="clamped_swiglu", bias=True, router_bias=True),
+                                 dict(router="sigmoid", router_scales_input=True, num_shared_experts=1)])
+def test_a_compiled_mixture_is_the_same(how):
+    torch.manual_seed(0)
+    moe = MoE(16, 24, 8, **how)
+    with torch.no_grad():
+        for p in moe.parameters(): p.normal_(std=0.3)
+    torch._dynamo.reset()
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    grads = []
+    for f in (moe, compiled):
+        moe.zero_grad()
+        y = f(inputs())
+        y.square().sum().backward()
+        grads.append([y.detach(), *(p.grad for p in moe.parameters())])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * a.abs().max().item())
+
+
+@pytest.mark.parametrize("how,words", [
+    (dict(num_experts_per_tok=9), "num_experts_per_tok=9 must be from 1 to num_experts=8"),
+    (dict(router="softmx"), "did you mean 'softmax'"),
+    (dict(n_group=3, topk_group=1), "n_group=3 and topk_group=1"), (dict(n_group=4), "topk_group=None"),
+    (dict(n_group=4, topk_group=1, num_experts_per_tok=3), "topk_group=1 groups of 2 experts must"),
+    (dict(n_group=8, topk_group=2), "groups of two or more"), (dict(swiglu_limit=0.0), "swiglu_limit=0.0"),
+    (dict(activation="gelu"), "activation of experts='gelu'")])
+def test_mixtures_that_cannot_be(how, words):
+    with pytest.raises(ValueError, match=words): MoE(16, 24, 8, **how)

@@ -1,4 +1,5 @@
-"The whole model: config errors, causality, cache, padding, dtypes, parity with Transformers"
+"The whole model: config errors, causality, cache, padding, dtypes (Transformers: test_families)"
+import json
 import math
 import pickle
 import time
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from stabbook.methods import METHODS
-from stabbook.model import Decoder, ModelConfig, check_field, lm_loss
+from stabbook.model import Decoder, ModelConfig, check_field, lm_loss, normalise_weights_
 from stabbook.reparam import SigmaReparamLinear
 
 TINY = ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2,
@@ -27,12 +28,42 @@ VARIANTS = {
     "partial": dict(partial_rotary_factor=0.5, rope_interleaved=True),
     "biases": dict(attention_bias=True, attention_out_bias=True, mlp_bias=True),
     "embedding": dict(embedding_norm="rmsnorm", embedding_norm_gain=True, final_norm=False),
+    "layers": dict(num_hidden_layers=3, layer_pattern=(
+        {"sliding_window": 3, "rope_theta": 100.0}, {"rope_theta": None, "qk_norm": "l2"}, {}),
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)),
+    "llama4": dict(attention_chunk_size=4, qk_norm="rmsnorm", qk_norm_gain="none",
+                   qk_norm_before_rope=False, activation="swiglu", num_experts=4, router="sigmoid",
+                   num_experts_per_tok=1, norm_topk_prob=False, router_scales_input=True,
+                   num_shared_experts=1, layer_pattern=({}, dict(
+                       rope_theta=None, qk_norm=None, attention_chunk_size=None,
+                       attn_temperature_scale=0.1, attn_temperature_floor=3, num_experts=None))),
+    "gpt_oss": dict(attention_sinks=True, activation="clamped_swiglu", num_experts=4, router_bias=True,
+                    mlp_bias=True, layer_pattern=({"sliding_window": 5}, {})),
+    "deepseek": dict(kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=6, qk_rope_head_dim=4,
+                     v_head_dim=10, rope_interleaved=True, activation="swiglu", num_experts=8,
+                     router="sigmoid", router_correction_bias=True, n_group=4, topk_group=2,
+                     num_shared_experts=1, routed_scaling_factor=2.5,
+                     layer_pattern=({"num_experts": None}, {})),
+    "gemma4": dict(layer_scalar=True, v_norm="rmsnorm", v_norm_gain="none", qk_norm="rmsnorm",
+                   layer_pattern=({"sliding_window": 4}, dict(
+                       head_dim=12, num_key_value_heads=2, attention_k_eq_v=True,
+                       rope_scaling=dict(rope_type="proportional"), partial_rotary_factor=0.5))),
+    "nanochat": dict(norm="rmsnorm", norm_gain=False, embedding_norm="rmsnorm", logit_scale=0.5,
+                     rope_scaling=dict(rope_type="linear", factor=-1.0), activation="relu2"),
+    "ngpt": dict(norm_placement="ngpt", norm="l2", final_norm=False, qk_norm="l2", qk_scale=True,
+                 qk_norm_before_rope=False, query_pre_attn_scalar=1 / 8, activation="swiglu",
+                 mlp_scale=True, logit_gain=True),
+    "gpt1": dict(learned_positions=16, rope_theta=None, norm_placement="post", final_norm=False),
 }
 each = pytest.mark.parametrize("name", VARIANTS)
 
 
 def build(name, dtype=torch.float32, seed=0, **changes):
     return Decoder(TINY.replace(**{**VARIANTS[name], **changes}), seed).to(dtype).eval()
+
+
+def model_is_dense(name):
+    return "num_experts" not in VARIANTS[name]
 
 
 @torch.no_grad()
@@ -52,7 +83,9 @@ def test_causal(name):
     other[:, 7:] = (other[:, 7:] + 1) % 64
     a, b = model(IDS), model(other)
     assert a.shape == (2, 12, 64)
-    torch.testing.assert_close(a[:, :7], b[:, :7], rtol=0, atol=0)
+    # an expert's block of tokens changes its size with the future, and its rounding with it
+    slack = 0 if model_is_dense(name) else 1e-5
+    torch.testing.assert_close(a[:, :7], b[:, :7], rtol=0, atol=slack)
     assert not torch.allclose(a[:, 7:], b[:, 7:])
 
 
@@ -65,13 +98,15 @@ def test_cache_equals_the_full_forward(name):
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-10, atol=1e-10)
 
 
-@each
+# Llama 4's temperature counts padding too, in Transformers as here
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "llama4"])
 def test_left_padding_changes_nothing(name):
     model = shake(build(name, torch.float64))
     padded = torch.cat((torch.full((2, 4), 9), IDS), 1)
     mask = (torch.arange(16) >= 4).expand(2, 16)
     # a gain after RoPE is not invariant to a shift: there the positions must be given
-    positions = torch.arange(-4, 12) if name == "full_after" else None
+    positions = torch.arange(-4, 12) if name in ("full_after", "ngpt") else None
+    if name == "gpt1": positions = torch.arange(-4, 12).clamp(min=0)  # as is a learned table
     out = model(padded, attention_mask=mask, positions=positions)
     assert out.isfinite().all()
     torch.testing.assert_close(out[:, 4:], model(IDS), rtol=1e-9, atol=1e-9)
@@ -91,7 +126,7 @@ def test_statistics_change_no_logit(name):
     model = shake(build(name))
     logits, stats = model(IDS, return_stats=True)
     torch.testing.assert_close(logits, model(IDS), rtol=1e-4, atol=1e-4)
-    assert stats.shape == (2, 2, 4) and stats.isfinite().all()
+    assert stats.shape == (len(model.layers), 2, 4) and stats.isfinite().all()
     assert (stats[:, 1] >= 0).all() and (stats[:, 1] <= math.log(12) + 1e-6).all()
 
 
@@ -101,11 +136,12 @@ def test_every_dtype(name, dtype):
     want, got = shake(build(name))(IDS), shake(build(name, dtype)).to(dtype)(IDS)
     assert got.dtype == dtype
     error = (got.float() - want).norm() / want.norm()
-    assert error < (0.15 if dtype == torch.bfloat16 else 1e-4)
+    half = 0.15 if model_is_dense(name) else 0.5  # a rounding may choose another expert
+    assert error < (half if dtype == torch.bfloat16 else 1e-4)
 
 
 @pytest.mark.parametrize("name", ["pre", "qk_norm_cap", "sigma_reparam", "qk_fc_norm",
-                                  "parallel", "gemma2"])
+                                  "parallel", "gemma2", "llama4", "deepseek", "gpt_oss"])
 def test_compiles_without_a_graph_break(name):
     model = shake(build(name)).train(name == "sigma_reparam")
     want = model(IDS)
@@ -224,21 +260,31 @@ def test_final_cap_changes_log_probabilities_and_comes_last():
 
 NAN, INF = math.nan, math.inf
 WHOLE = dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-                       "num_key_value_heads", "head_dim", "intermediate_size", "sliding_window"),
+                       "num_key_value_heads", "head_dim", "intermediate_size", "sliding_window",
+                       "attention_chunk_size", "attn_temperature_floor", "kv_lora_rank",
+                       "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+                       "learned_positions", "num_experts", "num_experts_per_tok",
+                       "moe_intermediate_size", "num_shared_experts", "n_group", "topk_group"),
                       (0, -1, True, 1.5, NAN, "4", [4]))
 ABOVE = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "rope_theta",
                        "attn_logit_temperature", "query_pre_attn_scalar", "embed_scale",
-                       "layer_scale_init", "initializer_range", "partial_rotary_factor"),
+                       "layer_scale_init", "initializer_range", "partial_rotary_factor",
+                       "attn_temperature_scale", "logit_scale", "swiglu_alpha", "swiglu_limit",
+                       "routed_scaling_factor"),
                       (0, -1.0, NAN, INF, True, "1"))
 FLAGS = dict.fromkeys(("norm_bias", "zero_centered_gain", "cast_before_gain", "final_norm",
                        "qk_norm_before_rope", "rope_interleaved", "embedding_norm_gain",
                        "tie_word_embeddings", "attention_bias", "attention_out_bias",
-                       "mlp_bias", "sigma_reparam"), (1, 0, "yes", None))
+                       "mlp_bias", "sigma_reparam", "attention_sinks", "attention_k_eq_v", "norm_gain",
+                       "layer_scalar", "router_bias", "router_correction_bias", "norm_topk_prob",
+                       "router_scales_input", "qk_scale", "mlp_scale", "logit_gain"), (1, 0, "yes", None))
 NAMES = dict.fromkeys(("activation", "norm", "norm_placement", "attention_norm_placement",
                        "mlp_norm_placement", "qk_norm", "qk_norm_scope", "qk_norm_gain",
-                       "v_norm", "v_norm_gain", "embedding_norm"), ("nonsense", 3, True, ""))
+                       "v_norm", "v_norm_gain", "embedding_norm", "router"), ("nonsense", 3, True, ""))
 BAD = [(f, v) for table in (WHOLE, ABOVE, FLAGS, NAMES) for f, vs in table.items() for v in vs]
-BAD += [("norm_eps", v) for v in (-1e-6, NAN, INF, True, "1e-5", None)]
+BAD += [(f, v) for f in ("norm_eps", "latent_norm_eps") for v in (-1e-6, NAN, INF, True, "1e-5", None)]
+BAD += [("rope_scaling", v) for v in ({}, 3, "yarn", dict(factor=2.0), dict(rope_type="linear"))]
+BAD += [("layer_pattern", v) for v in ((), {}, 3, ({}, 3), "local", (("sliding_window", 3),))]
 BAD += [("attn_prob_clip", v) for v in ((0.9, -0.03), (1.03, 0.1), (1.03,), 1.03, (NAN, 0), ("a", 0), True)]
 BAD += [(f, None) for f in ("vocab_size", "norm", "norm_placement", "attn_logit_temperature", "activation")]
 
@@ -263,6 +309,18 @@ def test_bad_value_names_field_value_and_rule(field, value):
     (dict(qk_norm="rmsnorm", qk_norm_scope="full", qk_norm_gain="per_head"), "qk_norm_gain='per_head'"),
     (dict(norm_placement="sandwhich"), "did you mean 'sandwich'"),
     (dict(activation="swigelu"), "did you mean 'swiglu'"),
+    (dict(layer_pattern=({"sliding_windw": 3},)), "field of layer_pattern='sliding_windw' .*'sliding_window'"),
+    (dict(layer_pattern=({"vocab_size": 3},)), "field of layer_pattern='vocab_size' is not one of"),
+    (dict(layer_pattern=({"sliding_window": 0},)), "sliding_window=0 must be"),
+    (dict(layer_pattern=({"head_dim": 5},)), "head_dim=5 .*even"),
+    (dict(layer_pattern=({},) * 7), "layer_pattern has 7 layers.*num_hidden_layers=6"),
+    (dict(qk_scale=True, num_key_value_heads=1), "qk_scale=True needs num_key_value_heads=1"),
+    (dict(kv_lora_rank=8), "qk_nope_head_dim=None must be at least 1"),
+    (dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=3, v_head_dim=4), "head_dim=3 .*even"),
+    (dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, qk_norm="l2"), "qk_norm='l2'"),
+    (dict(num_experts=4), "activation of experts='gelu'"),
+    (dict(num_experts=4, activation="swiglu", num_experts_per_tok=5), "num_experts_per_tok=5"),
+    (dict(num_experts=4, activation="swiglu", sigma_reparam=True), "sigma_reparam=True"),
 ])
 def test_fields_that_do_not_fit_together(fields, words):
     with pytest.raises(ValueError, match=words): ModelConfig(**fields)
@@ -284,6 +342,50 @@ def test_config_is_a_value():
     assert check_field("hidden_size", int, 64) == 64
 
 
+def test_a_pattern_is_a_value_that_survives_json():
+    made = dict(layer_pattern=[{"rope_theta": 100, "sliding_window": 4}, {}],
+                rope_scaling={"rope_type": "linear", "factor": 4})
+    a = ModelConfig(**made)
+    again = json.loads(json.dumps({f: getattr(a, f) for f in made}))
+    assert ModelConfig(**again) == a and hash(ModelConfig(**again)) == hash(a)
+    assert a == ModelConfig(layer_pattern=({"sliding_window": 4, "rope_theta": 100.0}, ()),
+                            rope_scaling=(("rope_type", "linear"), ("factor", 4.0)))
+    assert isinstance(dict(a.layer_pattern[0])["rope_theta"], float)
+    assert pickle.loads(pickle.dumps(a)) == a and a.replace(layer_pattern=None).layers[0].layer_pattern is None
+
+
+def test_each_layer_is_what_its_pattern_says():
+    c = ModelConfig(num_hidden_layers=5, qk_norm="rmsnorm", layer_pattern=(
+        {"sliding_window": 4, "rope_theta": 100.0}, {}, {"rope_theta": None, "qk_norm": None}))
+    model = Decoder(c)
+    assert [a.sliding_window for a in model.attentions] == [4, None, None, 4, None]
+    assert [a.q_norm is None for a in model.attentions] == [False, False, True, False, False]
+    assert model.rope_of == [0, 1, None, 0, 1] and len(model.ropes) == 2
+    assert [r.frequency_args[1] for r in model.ropes] == [100.0, 10_000.0]
+    assert ModelConfig().layers == [ModelConfig()] * 6
+
+
+def test_patterns_keep_the_draws_and_the_defaults_keep_the_names():
+    a, b = Decoder(TINY), Decoder(TINY.replace(layer_pattern=({"sliding_window": 3},)))
+    assert a.state_dict().keys() == b.state_dict().keys()
+    for x, y in zip(a.state_dict().values(), b.state_dict().values()): assert torch.equal(x, y)
+    names = {n.split(".", 2)[2] for n in a.state_dict() if n.startswith("layers.1.")}
+    assert names == {f"{w}.branch.{p}.weight" for w, ps in dict(
+        attention=("q_proj", "k_proj", "v_proj", "o_proj"), mlp=("up_proj", "down_proj")).items()
+        for p in ps} | {f"{w}.norm_in.{p}" for w in ("attention", "mlp") for p in ("weight", "bias")}
+
+
+def test_experts_start_at_draws_of_their_own():
+    c = TINY.replace(**VARIANTS["gpt_oss"])
+    a, b = Decoder(c).state_dict(), Decoder(c, seed=1).state_dict()
+    experts = "layers.0.mlp.branch.experts."
+    for name in ("gate_up_proj", "down_proj"):
+        assert a[experts + name].std().item() == pytest.approx(c.initializer_range, rel=0.05)
+        assert not torch.equal(a[experts + name], b[experts + name])
+        assert not torch.equal(a[experts + name], a[(experts + name).replace(".0.", ".1.")])
+    assert a[experts + "down_bias"].abs().max() == a["layers.0.attention.branch.sinks"].abs().max() == 0
+
+
 def test_replace_checks_names_and_values():
     assert ModelConfig().replace(hidden_size=32).hidden_size == 32
     with pytest.raises(ValueError, match="field='hiden_size' .*did you mean 'hidden_size'"):
@@ -298,67 +400,56 @@ def test_a_config_is_checked_fast():
     assert (time.process_time() - began) / 20 < 0.02
 
 
-# ------------------------------------------------------------------ parity with Transformers
+# ------------------------------------------------------------------ nGPT as its paper has it
 
-SIZE = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-OURS = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, activation="swiglu", norm="rmsnorm")
-FAMILIES = {
-    "Llama": (dict(rms_norm_eps=1e-5), dict(norm_eps=1e-5),
-              dict(input_layernorm="attention.norm_in", post_attention_layernorm="mlp.norm_in")),
-    "Qwen3": (dict(head_dim=16, rms_norm_eps=1e-6),
-              dict(head_dim=16, norm_eps=1e-6, qk_norm="rmsnorm"),
-              dict(input_layernorm="attention.norm_in", post_attention_layernorm="mlp.norm_in")),
-    "Olmo2": (dict(rms_norm_eps=1e-5),
-              dict(norm_eps=1e-5, qk_norm="rmsnorm", qk_norm_scope="full",
-                   norm_placement="reordered", cast_before_gain=False),
-              dict(post_attention_layernorm="attention.norm_out",
-                   post_feedforward_layernorm="mlp.norm_out")),
-    "Gemma2": (dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=4096,
-                    attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
-               dict(head_dim=16, norm_eps=1e-6, query_pre_attn_scalar=24, activation="geglu",
-                    attn_logit_softcapping=5.0, final_logit_softcapping=3.0,
-                    norm_placement="sandwich", zero_centered_gain=True, cast_before_gain=False,
-                    embed_scale=32 ** 0.5, tie_word_embeddings=True),
-               dict(input_layernorm="attention.norm_in",
-                    post_attention_layernorm="attention.norm_out",
-                    pre_feedforward_layernorm="mlp.norm_in",
-                    post_feedforward_layernorm="mlp.norm_out")),
-}
+def unit(x):
+    return x / x.norm(dim=-1, keepdim=True)
 
 
-def to_ours(state, norms):
-    "The names of Transformers as ours; what a norm's name means differs from family to family"
-    out = {}
-    for name, value in state.items():
-        name = name.removeprefix("model.").replace("embed_tokens", "embedding")
-        for theirs, ours in norms.items():
-            name = name.replace(f".{theirs}.", f".{ours}.")
-        name = name.replace(".self_attn.", ".attention.branch.").replace(".mlp.", ".mlp.branch.")
-        name = name.replace("mlp.branch.norm", "mlp.norm")
-        name = name.replace("q_norm.", "q_norm.norm.").replace("k_norm.", "k_norm.norm.")
-        out[name] = value
-    return out
+def ngpt_by_the_paper(w, ids, L=2, D=32, H=4, C=8):
+    "Sections 2.1 to 2.5, one line each; the stored scales are turned into what they stand for"
+    stands = lambda name, init, stored: w[name] * init / stored
+    h, T = w["embedding.weight"][ids], ids.shape[1]
+    at = torch.arange(T)[:, None] * 10_000.0 ** (-torch.arange(0, C, 2).double() / C)
+    cos, sin = at.cos()[:, None], at.sin()[:, None]
+    turn = lambda x: torch.cat((x[..., :C // 2] * cos - x[..., C // 2:] * sin,
+                                x[..., C // 2:] * cos + x[..., :C // 2] * sin), -1)
+    for i in range(L):
+        for part in ("attention", "mlp"):
+            p = f"layers.{i}.{part}.branch."
+            m = lambda x, name: x @ w[p + name + ".weight"].T
+            if part == "attention":
+                q, k, v = (m(h, n).unflatten(-1, (H, C)) for n in ("q_proj", "k_proj", "v_proj"))
+                s = stands(p + "qk_scale.weight", 1.0, D ** -0.5)
+                q, k = s * unit(turn(q)), s * unit(turn(k))
+                z = torch.einsum("bthc,bshc->bhts", q, k) * C ** 0.5
+                z = z.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+                y = m(torch.einsum("bhts,bshc->bthc", z.softmax(-1), v).flatten(2), "o_proj")
+            else:
+                u = m(h, "up_proj") * stands(p + "up_scale.weight", 1.0, 1.0) * D ** 0.5
+                g = m(h, "gate_proj") * stands(p + "gate_scale.weight", 1.0, 1.0) * D ** 0.5
+                y = m(u * F.silu(g), "down_proj")
+            a = stands(f"layers.{i}.{part}.alpha.weight", 0.05, D ** -0.5).abs()
+            h = unit(unit(h) + a * (unit(y) - unit(h)))
+    return h @ w["lm_head.weight"].T * stands("logit_gain.weight", 1.0, D ** -0.5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_logits_equal_those_of_transformers(family, dtype):
-    transformers = pytest.importorskip("transformers")
-    theirs, ours, norms = FAMILIES[family]
-    config = getattr(transformers, f"{family}Config")(
-        **SIZE, **theirs, pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation="eager")
-    torch.manual_seed(0)
-    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+def test_ngpt_equals_its_paper():
+    model = build("ngpt", torch.float64, norm_eps=0.0)
+    normalise_weights_(model)
     with torch.no_grad():
-        for p in reference.parameters():
-            p.normal_(std=0.15)
-            if p.dim() == 1 and family != "Gemma2": p.add_(1)
-    reference = reference.to(dtype)
-    model = Decoder(ModelConfig(**OURS).replace(**ours)).to(dtype).eval()
-    model.load_state_dict(to_ours(reference.state_dict(), norms))
-    ids = torch.randint(3, 96, (2, 11))
-    with torch.no_grad(): want, got = reference(ids).logits, model(ids)
-    # not tighter for fp64: Transformers takes norms and softmax in fp32 there too
-    assert (got - want).abs().max() <= 1e-5 * max(1, want.abs().max().item())
+        for n, p in model.named_parameters():
+            if "scale" in n or "alpha" in n or "gain" in n: p.mul_(0.5 + torch.rand_like(p))
+    want = ngpt_by_the_paper(model.state_dict(), IDS)
+    torch.testing.assert_close(model(IDS), want, rtol=1e-9, atol=1e-9)
+
+
+def test_ngpt_weights_lie_on_the_sphere():
+    model = build("ngpt")
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    normalise_weights_(model)
+    for n, p in model.named_parameters():
+        if p.dim() < 2 or "scale" in n: assert torch.equal(p, before[n]); continue
+        axis = 0 if "o_proj" in n or "down_proj" in n else 1
+        torch.testing.assert_close(p.norm(dim=axis), torch.ones(p.shape[1 - axis]))
+        torch.testing.assert_close(F.cosine_similarity(p, before[n], axis), torch.ones(p.shape[1 - axis]))

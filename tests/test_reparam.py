@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stabbook.attention import Attention
+from stabbook.attention import Attention, LatentAttention
 from stabbook.model import Decoder, ModelConfig
+from stabbook.rope import RotaryEmbedding
 from stabbook.reparam import LayerScale, SigmaReparamLinear, qk_clip_, qk_clip_factors
 
 
@@ -181,3 +182,23 @@ def test_clip_is_refused_where_it_would_do_nothing():
         qk_clip_(Attention(16, 2, qk_norm="l2"), torch.ones(2))
     with pytest.raises(ValueError, match="no effect beside sigma_reparam"):
         qk_clip_(Attention(16, 2, linear=SigmaReparamLinear), torch.ones(2))
+
+
+@pytest.mark.parametrize("rank", [None, 12])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_qk_clip_of_latents(rank, alpha):
+    torch.manual_seed(0)
+    a = LatentAttention(16, 4, kv_lora_rank=8, q_lora_rank=rank, qk_nope_head_dim=6,
+                        qk_rope_head_dim=4, v_head_dim=5).double()
+    x, rope, stats = torch.randn(2, 20, 16).double(), RotaryEmbedding(4)(torch.arange(20), torch.float64), []
+    proj = a.q_proj if rank is None else a.q_b_proj
+    with torch.no_grad(): proj.weight[10:20] *= 300
+    a(x, rope, stats=stats)
+    shared, values = a.kv_a_proj.weight.clone(), a.expand(*a.project(x, rope)[1:])[1]
+    tau = stats[0][0, 1].item() / 7
+    eta = qk_clip_(a, stats[0][0].double(), tau, alpha)
+    assert eta[1] == pytest.approx(1 / 7, rel=1e-6) and eta[[0, 2, 3]].tolist() == [1, 1, 1]
+    a(x, rope, stats=stats)
+    torch.testing.assert_close(stats[1][0], torch.where(eta < 1, tau, stats[0][0]).float(), rtol=1e-5, atol=0)
+    assert torch.equal(a.kv_a_proj.weight, shared)
+    assert torch.equal(a.expand(*a.project(x, rope)[1:])[1], values)

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from stabbook.norms import L2Norm, LayerNorm, RMSNorm
-from stabbook.rope import RotaryEmbedding, rope_frequencies, rotary_angles, rotate_pairs
+from stabbook.rope import (RotaryEmbedding, check_rope_scaling, rope_frequencies,
+                           rotary_angles, rotate_pairs)
 
 B, T, H, C = 2, 7, 3, 16
 layouts = pytest.mark.parametrize("interleaved", [False, True])
@@ -56,6 +57,68 @@ def test_frequencies_equal_transformers():
     rotation = RotaryEmbedding(C)(torch.arange(T))
     assert torch.allclose(rotation.cos[:, :, 0], cos, atol=1e-6)
     assert torch.allclose(rotation.sin[:, :, 0], sin, atol=1e-6)
+
+# --- rescaled frequencies
+
+LONG = dict(factor=8.0, original_max_position_embeddings=64)
+RECIPES = {
+    "linear": dict(rope_type="linear", factor=4.0),
+    "back": dict(rope_type="linear", factor=-1.0),
+    "llama3": dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, **LONG),
+    "yarn": dict(rope_type="yarn", **LONG),
+    "yarn_ramp": dict(rope_type="yarn", truncate=False, beta_fast=4.0, beta_slow=0.5, **LONG),
+    "yarn_factor": dict(rope_type="yarn", attention_factor=1.5, **LONG),
+    "yarn_mscale": dict(rope_type="yarn", mscale=0.7, mscale_all_dim=1.0, **LONG),
+    "proportional": dict(rope_type="proportional"),
+}
+
+
+@pytest.mark.parametrize("partial", [0.5, 1.0])
+@pytest.mark.parametrize("name", RECIPES)
+def test_scalings_equal_transformers(name, partial):
+    module = transformers_module("llama")
+    from transformers import LlamaConfig
+    recipe = dict(RECIPES[name])
+    if name == "back": recipe["factor"] = 1.0
+    config = LlamaConfig(hidden_size=128, num_attention_heads=4, head_dim=32, max_position_embeddings=512,
+                         rope_parameters=dict(rope_theta=5e4, partial_rotary_factor=partial, **recipe))
+    theirs = module.LlamaRotaryEmbedding(config)
+    ours = RotaryEmbedding(32, rope_theta=5e4, partial_rotary_factor=partial,
+                           rope_scaling=RECIPES[name])
+    frequencies = rope_frequencies(32, 5e4, partial, rope_scaling=ours.rope_scaling)
+    sign = -1 if name == "back" else 1
+    assert torch.equal(frequencies, sign * theirs.inv_freq)
+    assert ours.factor == theirs.attention_scaling
+    positions = torch.arange(500)
+    cos, sin = theirs(torch.empty(0), positions[None])
+    rotation = ours(positions)
+    assert torch.equal(rotation.cos[:, :, 0], cos)
+    assert torch.equal(rotation.sin[:, :, 0], sign * sin)
+    plain = rope_frequencies(32, 5e4, partial)
+    if name != "proportional" or partial < 1:
+        assert plain.shape != frequencies.shape or not torch.equal(plain, frequencies)
+
+
+@pytest.mark.parametrize("value, words", [
+    ({}, "must be a mapping with rope_type"), (3, "must be a mapping"), ("yarn", "must be a mapping"),
+    (dict(rope_type="yarm"), "did you mean 'yarn'"),
+    (dict(rope_type="yarn", factor=2.0), "original_max_position_embeddings too"),
+    (dict(rope_type="linear", factor=2.0, rope_theta=1e4), "'rope_theta' is not one of"),
+    (dict(rope_type="linear", factor=0), "factor'.=0 must be"),
+    (dict(rope_type="linear", factor=True), "factor'.=True must be"),
+    (dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, factor=-2.0,
+          original_max_position_embeddings=64), "factor'.=-2.0 must be"),
+    (dict(rope_type="yarn", truncate=1, **LONG), "truncate'.=1 must be True or False")])
+def test_bad_scalings_are_refused(value, words):
+    with pytest.raises(ValueError, match=words): RotaryEmbedding(C, rope_scaling=value)
+
+
+def test_scalings_have_one_form():
+    a = check_rope_scaling(dict(rope_type="linear", factor=4))
+    assert a == check_rope_scaling([["factor", 4.0], ["rope_type", "linear"]]) == check_rope_scaling(a)
+    assert hash(a) and isinstance(dict(a)["factor"], float)
+    b = dict(rope_type="yarn", attention_factor=None, **LONG)
+    assert check_rope_scaling(b) == check_rope_scaling(RECIPES["yarn"])
 
 
 # --- what a rotation keeps

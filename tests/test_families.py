@@ -1,0 +1,657 @@
+"Every family against Transformers: logits, gradients, cache, files, traps, bad input"
+import contextlib
+import copy
+import functools
+import json
+import math
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stabbook import families
+from stabbook.attention import Attention
+from stabbook.families import (FAMILIES, build, family, family_of, from_pretrained,
+                               model_tensors, probe, to_ours, to_theirs)
+from stabbook.model import Decoder, ModelConfig
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+# What makes the traps of a family act at this size, on top of its tiny config
+STRESS = {
+    "gemma2": dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma3": dict(attn_logit_softcapping=0.5, final_logit_softcapping=3.0),  # one is dead
+    "gemma4": dict(final_logit_softcapping=3.0),
+    "command_r_plus": dict(logit_scale=0.5),
+    "glm45": dict(routed_scaling_factor=2.5),
+    "glm45_air": dict(n_group=4, topk_group=2, norm_topk_prob=False),
+    "deepseek_v3": dict(rms_norm_eps=1e-2),  # not that of the latents
+    "kimi_k2": dict(routed_scaling_factor=2.827),
+    "glm47_flash": dict(q_lora_rank=None, rope_interleave=False),
+    "gpt_oss": dict(swiglu_limit=0.7),
+    "nanochat": dict(final_logit_softcapping=3.0),
+}
+HF = [n for n, f in FAMILIES.items() if f.architecture]
+each = pytest.mark.parametrize("name", HF)
+PAD = 4  # of the first sequence
+IDS = torch.randint(3, 96, (3, 19), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS).index_fill_(1, torch.arange(PAD), 0)
+MASK[1:] = 1
+
+
+def reference(name, dtype=torch.float32, **changes):
+    "Their model with random weights, gains, biases and buffers."
+    row = FAMILIES[name]
+    cls = getattr(transformers, row.architecture)
+    keys = {**row.tiny, **STRESS.get(name, {}), **changes}
+    config = cls.config_class(**keys, pad_token_id=None, bos_token_id=1, eos_token_id=None,
+                              attn_implementation="eager")
+    config._experts_implementation = "eager"
+    model, g = cls(config).eval(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for n, p in [*model.named_parameters(), *model.named_buffers()]:
+            if n.endswith(("inv_freq", "embed_scale")): continue
+            p.copy_(torch.randn(p.shape, generator=g) * (0.15 if p.dim() > 1 else 0.3))
+            if ("norm" in n or "scalar" in n) and not row.one_plus: p.add_(1)
+    model = model.to(dtype)
+    for n, p in model.named_buffers():  # made in fp32, whatever the dtype of the rest
+        if n.endswith("embed_scale"): p.fill_(config.hidden_size ** 0.5)
+    return model
+
+
+HOME = tempfile.TemporaryDirectory(prefix="stabbook-families-")
+
+
+@functools.cache
+def folder(name, dtype=torch.float32):
+    "A checkpoint of theirs on disk, which nobody changes."
+    where = saved(reference(name, dtype), f"{HOME.name}/{name}-{dtype}")
+    if name == "kimi_k2": edit(where, model_type="kimi_k2")
+    return where
+
+
+def edit(where, **keys):
+    "Change config.json."
+    path = Path(where) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+    return where
+
+
+def saved(model, where, **how):
+    model.save_pretrained(where, **how)
+    return where
+
+
+@functools.cache
+def pair(name, dtype=torch.float32):
+    return reference(name, dtype), from_pretrained(folder(name, dtype))
+
+
+@contextlib.contextmanager
+def no_casts(model):
+    """Their code with every cast to fp32 made a cast to fp64
+
+    Norms, softmax, router and rotary angles are cast to fp32 in all of them, so that
+    without this no fp64 comparison could be closer than 1e-7."""
+    wide = types.ModuleType("torch")
+    wide.__getattr__ = lambda name: getattr(torch, name)
+    wide.float32 = wide.float = torch.float64
+    found = {sys.modules[type(m).__module__] for m in model.modules()}
+    found = [m for m in found if m.__name__.startswith("transformers.models")]
+    with pytest.MonkeyPatch.context() as patch:
+        for m in found: patch.setattr(m, "torch", wide)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+# ------------------------------------------------------------------ the same numbers
+
+@each
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_logits(name, padded):
+    theirs, ours = pair(name)
+    mask = MASK if padded else None
+    want, got = theirs(IDS, attention_mask=mask).logits, ours(IDS, attention_mask=mask)
+    real = MASK.bool() if padded else torch.ones_like(MASK).bool()
+    want, got = want[real], got[real]
+    assert want.std() > 0.1 and got.isfinite().all()
+    assert (got - want).abs().max() <= 1e-5
+    assert (got.log_softmax(-1) - want.log_softmax(-1)).abs().max() <= 1e-5
+
+
+@each
+@torch.no_grad()
+def test_logits_in_double_precision(name):
+    theirs, ours = pair(name, torch.float64)
+    with no_casts(theirs): want = theirs(IDS).logits
+    assert want.dtype == torch.float64
+    assert (ours(IDS) - want).abs().max() <= 1e-12
+
+
+@each
+def test_gradients(name, tmp_path):
+    theirs, ours = copy.deepcopy(pair(name)[0]), pair(name)[1]
+    targets = IDS.roll(-1, 1).flatten()
+    F.cross_entropy(theirs(IDS).logits.flatten(0, 1).float(), targets).backward()
+    ours.zero_grad()
+    F.cross_entropy(ours(IDS).flatten(0, 1), targets).backward()
+    for p in theirs.parameters(): p.data = torch.zeros_like(p) if p.grad is None else p.grad
+    want = model_tensors(from_pretrained(saved(theirs, tmp_path)))
+    n = 0
+    for key, p in ours.named_parameters():
+        if key not in want: continue
+        got = torch.zeros_like(p) if p.grad is None else p.grad
+        assert (got - want[key]).abs().max() <= 1e-4 * want[key].abs().max(), key
+        n += 1
+    assert n == len(list(ours.parameters()))
+
+
+@each
+@torch.no_grad()
+def test_greedy_decoding(name):
+    theirs, ours = pair(name)
+    start = IDS[:2, :7]
+    want = theirs.generate(start, max_new_tokens=20, do_sample=False, use_cache=True,
+                           attention_mask=torch.ones_like(start), pad_token_id=0)
+    cache, ids = ours.make_cache(), start
+    logits = ours(ids, cache=cache)
+    for _ in range(20):
+        ids = torch.cat((ids, logits[:, -1].argmax(-1, keepdim=True)), 1)
+        logits = ours(ids[:, -1:], cache=cache)
+    assert torch.equal(ids, want)
+    assert torch.equal(ours(ids)[:, 6:-1].argmax(-1), ids[:, 7:])
+
+
+@each
+def test_weights_there_and_back(name):
+    ours = pair(name)[1]
+    files, _ = families.checkpoint_files(folder(name))
+    state = model_tensors(ours)
+    there = to_theirs(name, state)
+    assert set(there) == set(files)
+    for n, t in there.items(): assert torch.equal(t, families.read_tensor(*files[n])), n
+    back = to_ours(name, there, ours.config)
+    assert all(torch.equal(back[n], t) for n, t in state.items())
+    fresh = Decoder(ours.config)
+    fresh.load_state_dict(back)
+
+
+# ------------------------------------------------------------------ their config as ours
+
+@each
+def test_defaults_are_those_of_the_class(name):
+    row = FAMILIES[name]
+    theirs = getattr(transformers, row.architecture).config_class()
+    rope = theirs.rope_parameters
+    for key, value in row.defaults.items():
+        if key in ("rope_local_base_freq", "global_head_dim", "rope_scaling"): continue
+        if key == "num_key_value_heads" and value is None: value = theirs.num_attention_heads
+        if key == "rope_theta" and "rope_parameters" in row.defaults: continue
+        if key == "head_dim" and name == "gemma4": continue  # theirs is one for each layer
+        if key == "rope_theta":
+            got = rope.get("full_attention", rope)["rope_theta"]
+        elif key == "partial_rotary_factor": got = rope[key]
+        elif key == "num_nextn_predict_layers": got = getattr(theirs, key, value)
+        elif key == "first_k_dense_replace" and hasattr(theirs, "mlp_layer_types"):
+            got = theirs.mlp_layer_types.count("dense")
+        elif key == "max_window_layers" or hasattr(theirs, key): got = getattr(theirs, key)
+        else: continue  # another family's key, taken along
+        assert got == value, (key, got, value)
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "rms_norm_eps"):
+        assert key in row.defaults
+
+
+@each
+def test_an_empty_config_is_the_published_size(name):
+    row = FAMILIES[name]
+    theirs = getattr(transformers, row.architecture).config_class(**row.full)
+    assert row.config(row.full) == row.config({**theirs.to_dict(), **{
+        k: v for k, v in row.full.items() if k == "rotary_dim"}})
+    with torch.device("meta"): assert build(name, full=True, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize("name,old", [
+    ("gemma3", dict(rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=2,
+                    rope_scaling=dict(factor=8.0, rope_type="linear"))),
+    ("olmo3", dict(rope_theta=5e5, rope_scaling=dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=32))),
+    ("llama3", dict(rope_theta=1e5)), ("qwen3", dict(use_sliding_window=True,
+                                                     sliding_window=3, max_window_layers=1)),
+    ("hunyuan", dict(rope_scaling=dict(type="dynamic", alpha=100.0, factor=1.0))),
+    ("llama4", dict(no_rope_layers=None, no_rope_layer_interval=2, moe_layers=None,
+                    interleave_moe_layer_step=2)),
+    ("gemma2", dict(layer_types=None, final_logit_softcapping=None)),
+    ("llama3", dict(num_key_value_heads=None, head_dim=None, tie_word_embeddings=True,
+                    attention_bias=True, mlp_bias=True)),
+])
+def test_old_and_other_keys(name, old, tmp_path):
+    tiny = {k: v for k, v in FAMILIES[name].tiny.items()
+            if not (k == "layer_types" and "rope_theta" in old)}
+    fake = FAMILIES[name].__class__(**{**vars(FAMILIES[name]), "tiny": tiny})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, name, fake)
+        theirs = reference(name, **old)
+    ours = from_pretrained(saved(theirs, tmp_path))
+    # and straight from the keys as they were published
+    assert family(name).config({**tiny, **STRESS.get(name, {}), **old}) == ours.config
+    with torch.no_grad():
+        assert (ours(IDS) - theirs(IDS).logits).abs().max() <= 1e-5
+
+
+# ------------------------------------------------------------------ traps
+
+def test_gemma2_with_sdpa_is_refused():
+    with pytest.raises(ValueError): reference("gemma2").set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="would drop attn_logit_softcapping"):
+        Attention(32, 4, backend="sdpa", attn_logit_softcapping=50.0)
+
+
+@each
+@torch.no_grad()
+def test_padded_rows_stay_finite_in_half_precision(name):
+    model = from_pretrained(folder(name), dtype=torch.bfloat16)
+    mask = MASK.clone()
+    mask[0] = 0
+    assert model(IDS, attention_mask=mask).isfinite().all()
+
+
+def test_the_attention_cap_of_gemma3_is_dead():
+    keys = FAMILIES["gemma3"].tiny
+    a, b = reference("gemma3"), reference("gemma3", attn_logit_softcapping=0.01)
+    with torch.no_grad(): assert torch.equal(a(IDS).logits, b(IDS).logits)
+    config = family("gemma3").config({**keys, "attn_logit_softcapping": 0.01})
+    assert probe(Decoder(config))["attention cap"] is None
+    assert probe(build("gemma2", attn_logit_softcapping=0.5))["attention cap"] == 0.5
+
+
+@pytest.mark.parametrize("w", [0.0039, 15.8125])
+def test_one_plus_w_keeps_its_bits_in_bf16(w):
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    theirs, ours = Gemma2RMSNorm(32, 1e-6), build("gemma2").norm
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for n in (theirs, ours): n.bfloat16().weight.data.fill_(w)
+    assert torch.equal(theirs(x), ours(x))
+    assert 1 + torch.tensor(w).bfloat16() != 1 + torch.tensor(w).bfloat16().float()
+
+
+@pytest.mark.parametrize("name,scalar", [("gemma2", 144), ("gemma3", 168)])
+def test_the_scale_of_the_27_billion_models(name, scalar):
+    config = family(name).config(dict(query_pre_attn_scalar=scalar, head_dim=128))
+    assert config.query_pre_attn_scalar == scalar != config.head_dim
+    tiny = family(name).config({**FAMILIES[name].tiny, "query_pre_attn_scalar": scalar})
+    assert Decoder(tiny).attentions[0].scale == pytest.approx(scalar ** -0.5)
+
+
+def test_full_width_and_per_head_are_not_interchangeable():
+    state = to_theirs("olmo2", model_tensors(build("olmo2")))
+    per_head = build("olmo2", qk_norm_scope="head").config
+    with pytest.raises(ValueError, match=r"self_attn.q_norm.weight is \(32,\), not \(8,\)"):
+        to_ours("olmo2", state, per_head)
+    assert probe(build("olmo2"))["QK-norm"] == "RMSNorm, full width"
+
+
+def test_latents_keep_their_own_eps():
+    theirs, ours = pair("deepseek_v3")
+    assert ours.config.norm_eps == 1e-2 and ours.config.latent_norm_eps == 1e-6
+    other = Decoder(ours.config.replace(latent_norm_eps=1e-2))
+    other.load_state_dict(ours.state_dict())
+    with torch.no_grad(): assert (other(IDS) - theirs(IDS).logits).abs().max() > 1e-3
+
+
+def test_the_eps_of_glm4():
+    theirs, ours = pair("glm4")
+    assert ours.config.norm_eps == theirs.config.rms_norm_eps == 1.5625e-7
+
+
+@torch.no_grad()
+def test_a_gain_after_rope_breaks_shift_invariance():
+    theirs, ours = pair("hunyuan", torch.float64)
+    far = torch.arange(IDS.shape[1])[None] + 40
+    with no_casts(theirs):
+        moved = theirs(IDS, position_ids=far).logits - theirs(IDS).logits
+    assert moved.abs().max() > 1e-2
+    assert (ours(IDS, positions=far) - ours(IDS) - moved).abs().max() < 1e-10
+    before = pair("qwen3", torch.float64)[1]
+    assert (before(IDS, positions=far) - before(IDS)).abs().max() < 1e-10
+
+
+def test_a_router_with_no_correction_differs():
+    model = copy.deepcopy(pair("glm45")[1])
+    before = model(IDS)
+    for n, b in model.named_buffers(): b.zero_()
+    assert (model(IDS) - before).abs().max() > 1e-3
+
+
+# ------------------------------------------------------------------ their own definitions
+
+@torch.no_grad()
+def rms(x): return x / (x.square().mean(-1, keepdim=True) + 2.0 ** -23).sqrt()
+
+
+def causal(z): return z.masked_fill(torch.ones_like(z).triu(1).bool(), -math.inf).softmax(-1)
+
+
+@torch.no_grad()
+def test_nanochat_as_defined_today():
+    "Weightless norms, embedding norm, RoPE the other way, norm then 1.2, relu², cap 15."
+    model = build("nanochat", norm_eps=2.0 ** -23, attn_logit_temperature=1.44).double()
+    for p in model.parameters(): p.normal_(generator=torch.Generator().manual_seed(0))
+    w, ids = model.state_dict(), IDS[:, :9]
+    x = rms(w["embedding.weight"][ids])
+    angle = torch.arange(9)[:, None] * 1e4 ** (-torch.arange(0, 8, 2).double() / 8)
+    cos, sin = (f(angle)[:, None] for f in (torch.cos, torch.sin))
+
+    def turn(t):  # (B, T, H, 8)
+        a, b = t[..., :4], t[..., 4:]
+        return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
+
+    for i in range(2):
+        q, k, v = (rms(x) @ w[f"layers.{i}.attention.branch.{p}_proj.weight"].T for p in "qkv")
+        q, k, v = q.unflatten(-1, (4, 8)), k.unflatten(-1, (2, 8)), v.unflatten(-1, (2, 8))
+        q, k = 1.2 * rms(turn(q)), 1.2 * rms(turn(k))
+        k, v = (t.repeat_interleave(2, 2) for t in (k, v))
+        p = causal(torch.einsum("bthc,bshc->bhts", q, k) / 8 ** 0.5)
+        y = torch.einsum("bhts,bshc->bthc", p, v).flatten(2)
+        x = x + y @ w[f"layers.{i}.attention.branch.o_proj.weight"].T
+        inner = (rms(x) @ w[f"layers.{i}.mlp.branch.up_proj.weight"].T).relu().square()
+        x = x + inner @ w[f"layers.{i}.mlp.branch.down_proj.weight"].T
+    want = 15 * ((rms(x) @ w["lm_head.weight"].T) / 15).tanh()
+    torch.testing.assert_close(model(ids), want, rtol=1e-9, atol=1e-6)
+
+
+@torch.no_grad()
+def test_post_norm_as_defined_in_2017():
+    "LayerNorm(x + Sublayer(x)), embeddings times √D, ReLU, biases, no norm at the end."
+    model = build("post_norm", num_key_value_heads=4).double()
+    g = torch.Generator().manual_seed(0)
+    for p in model.parameters(): p.normal_(generator=g).mul_(0.5)
+    w, ids = model.state_dict(), IDS[:, :9]
+    x = w["embedding.weight"][ids] * 32 ** 0.5 + w["position_embedding.weight"][:9]
+    lin = lambda t, n: t @ w[n + ".weight"].T + w[n + ".bias"]
+    norm = lambda t, n: ((t - t.mean(-1, keepdim=True)) / (
+        t.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()) * w[n + ".weight"] + w[n + ".bias"]
+    for i in range(2):
+        a, m = f"layers.{i}.attention", f"layers.{i}.mlp"
+        q, k, v = (lin(x, f"{a}.branch.{p}_proj").unflatten(-1, (4, 8)) for p in "qkv")
+        p = causal(torch.einsum("bthc,bshc->bhts", q, k) / 8 ** 0.5)
+        y = torch.einsum("bhts,bshc->bthc", p, v).flatten(2)
+        x = norm(x + lin(y, f"{a}.branch.o_proj"), f"{a}.norm_stream")
+        inner = lin(x, f"{m}.branch.up_proj").relu()
+        x = norm(x + lin(inner, f"{m}.branch.down_proj"), f"{m}.norm_stream")
+    torch.testing.assert_close(model(ids), x @ w["embedding.weight"].T, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_ngpt_as_defined_in_the_paper():
+    "h ← N(h + α (N(f(h)) - h)); q, k ← s N(q), s N(k) after RoPE; √C; scaled u, v, z."
+    model = build("ngpt").double()
+    g = torch.Generator().manual_seed(0)
+    for p in model.parameters(): p.copy_(torch.randn(p.shape, generator=g) * 0.3)
+    w, ids, unit = model.state_dict(), IDS[:, :9], lambda t: F.normalize(t, dim=-1)
+    x = w["embedding.weight"][ids]
+    angle = torch.arange(9)[:, None] * 1e4 ** (-torch.arange(0, 8, 2).double() / 8)
+    turning = torch.polar(torch.ones_like(angle), angle)[:, None]  # (T, 1, C/2)
+
+    def turn(t):  # pairs (c, c + C/2) as complex numbers
+        z = torch.complex(t[..., :4].contiguous(), t[..., 4:].contiguous()) * turning
+        return torch.cat((z.real, z.imag), -1)
+
+    def step(h, answer, alpha):
+        h = unit(h)
+        return unit(h + (alpha * 0.05 * 32 ** 0.5).abs() * (unit(answer) - h))
+
+    for i in range(2):
+        a, m = f"layers.{i}.attention.", f"layers.{i}.mlp."
+        q, k, v = ((x @ w[f"{a}branch.{p}_proj.weight"].T).unflatten(-1, (4, 8)) for p in "qkv")
+        s = w[a + "branch.qk_scale.weight"] * 32 ** 0.5
+        q, k = s * unit(turn(q)), s * unit(turn(k))
+        p = causal(torch.einsum("bthc,bshc->bhts", q, k) * 8 ** 0.5)
+        y = torch.einsum("bhts,bshc->bthc", p, v).flatten(2)
+        x = step(x, y @ w[a + "branch.o_proj.weight"].T, w[a + "alpha.weight"])
+        gate, up = ((x @ w[f"{m}branch.{p}_proj.weight"].T) * w[f"{m}branch.{p}_scale.weight"]
+                    * 32 ** 0.5 for p in ("gate", "up"))
+        x = step(x, (up * F.silu(gate)) @ w[m + "branch.down_proj.weight"].T,
+                 w[m + "alpha.weight"])
+    want = (x @ w["lm_head.weight"].T) * w["logit_gain.weight"] * 32 ** 0.5
+    torch.testing.assert_close(model(ids), want, rtol=1e-6, atol=1e-7)  # fp32 frequencies
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in HF])
+@torch.no_grad()
+def test_families_of_their_own_decode_and_save(name):
+    model = build(name).double()
+    g = torch.Generator().manual_seed(0)
+    for p in model.parameters(): p.add_(torch.randn(p.shape, generator=g) * 0.3)
+    cache = model.make_cache()
+    parts = [model(IDS[:, t:t + 1], cache=cache) for t in range(19)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(IDS), rtol=1e-9, atol=1e-9)
+    state = model_tensors(model)
+    back = to_ours(name, to_theirs(name, state), model.config)
+    assert all(torch.equal(back[n], t) for n, t in state.items())
+
+
+# ------------------------------------------------------------------ the table
+
+def test_the_table():
+    rows = families.table()
+    want = {"Llama 3": ("pre", "none"), "OLMo 2": ("reordered", "RMSNorm, full width"),
+            "OLMo 3": ("reordered", "RMSNorm, full width"), "Qwen3": ("pre", "RMSNorm, per head"),
+            "Gemma 2": ("sandwich", "none"), "Gemma 3": ("sandwich", "RMSNorm, per head"),
+            "GLM-4.5 and 4.7": ("pre", "RMSNorm, per head"), "GLM-4.5-Air": ("pre", "none"),
+            "GLM-4.7-Flash": ("pre", "latent"), "MiniMax-M2": ("pre", "RMSNorm, full width"),
+            "DeepSeek V3": ("pre", "latent"), "Command-R+": ("parallel", "LayerNorm, per head"),
+            "Post-norm 2017": ("post", "none"),
+            "nGPT": ("sphere", "RMSNorm, per head"), "Llama 4": ("pre", "RMSNorm, per head")}
+    for title, (place, qk) in want.items():
+        assert (rows[title]["placement"], rows[title]["QK-norm"]) == (place, qk), title
+    column = lambda c: {t for t, r in rows.items() if r[c] not in (None, False, "none")}
+    assert column("attention cap") == {"Gemma 2"} and rows["Gemma 2"]["attention cap"] == 50
+    assert column("sinks") == {"gpt-oss"} and column("V-norm") == {"Gemma 4"}
+    assert column("final cap") == {"Gemma 2", "nanochat"}
+    assert {t for t, r in rows.items() if r["gain"] == "1 + w"} == {"Gemma 2", "Gemma 3"}
+    assert {t for t, r in rows.items() if not r["shift-invariant"]} == {
+        "HunYuan V1", "nGPT", "Post-norm 2017"}
+    assert {t for t, r in rows.items() if r["embedding"] == "normalised"} == {"nanochat"}
+
+
+# ------------------------------------------------------------------ files
+
+def copied(name, where):
+    import shutil
+    shutil.copytree(folder(name), where)
+    return where
+
+
+def test_shards(tmp_path):
+    theirs, ours = pair("glm45")
+    saved(theirs, tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    again = from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(),
+                                                 ours.state_dict().values()))
+    (shard := sorted(tmp_path.glob("*.safetensors"))[1]).write_bytes(shard.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=f"{shard.name} is cut off: .* ends at byte"):
+        from_pretrained(tmp_path)
+    shard.write_bytes(b"\x10")
+    with pytest.raises(ValueError, match="cut off or no safetensors"): from_pretrained(tmp_path)
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"lacks {shard.name}"): from_pretrained(tmp_path)
+
+
+def test_a_shard_from_elsewhere_is_refused(tmp_path):
+    copied("llama3", tmp_path / "m")
+    (tmp_path / "m/model.safetensors.index.json").write_text(json.dumps(
+        {"weight_map": {"lm_head.weight": "../../evil.safetensors"}}))
+    with pytest.raises(ValueError, match="not a file of that folder"):
+        from_pretrained(tmp_path / "m")
+
+
+@pytest.mark.parametrize("damage,words", [
+    (lambda t: t.pop("model.norm.weight"), "missing: model.norm.weight"),
+    (lambda t: t.update(extra=torch.ones(2)), "unknown: extra"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(31)}),
+     r"model.norm.weight is \(31,\), not \(32,\)"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(32).bfloat16()}),
+     "model.norm.weight is torch.bfloat16, the checkpoint is torch.float32"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(32).to(torch.int8)}),
+     "dtype I8, .* quantised"),
+])
+def test_a_tensor_that_does_not_fit(damage, words, tmp_path):
+    from safetensors.torch import load_file, save_file
+    copied("llama3", tmp_path / "m")
+    file = tmp_path / "m/model.safetensors"
+    tensors = load_file(file)
+    damage(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=words): from_pretrained(tmp_path / "m")
+
+
+def test_layers_that_only_predict_further_are_left_out(tmp_path):
+    from safetensors.torch import load_file, save_file
+    copied("glm45", tmp_path / "m")
+    file = tmp_path / "m/model.safetensors"
+    save_file({**load_file(file), "model.layers.2.eh_proj.weight": torch.ones(2)}, file,
+              metadata={"format": "pt"})
+    assert from_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match="unknown: model.layers.2.eh_proj.weight"):
+        from_pretrained(tmp_path / "m")
+
+
+def test_a_damaged_header_is_an_error_that_names_the_file(tmp_path):
+    whole = (Path(folder("llama3")) / "model.safetensors").read_bytes()
+    length, g, refused = int.from_bytes(whole[:8], "little"), torch.Generator().manual_seed(0), 0
+    for i in range(300):
+        at = int(torch.randint(length + 8, (), generator=g))
+        bad = bytearray(whole)
+        bad[at] = int(torch.randint(256, (), generator=g))
+        (tmp_path / "x.safetensors").write_bytes(bad)
+        try: families.read_header(tmp_path / "x.safetensors")
+        except ValueError as e: refused += "x.safetensors" in str(e) or print(e)
+    assert refused > 100
+
+
+def test_a_wide_correction_in_a_narrow_checkpoint(tmp_path):
+    from safetensors.torch import load_file, save_file
+    copied("glm45", tmp_path / "m")
+    file = tmp_path / "m/model.safetensors"
+    save_file({n: t if "correction_bias" in n else t.bfloat16()
+               for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    edit(tmp_path / "m", dtype="bfloat16")
+    model = from_pretrained(tmp_path / "m")
+    dtypes = {n: b.dtype for n, b in model.state_dict().items()}
+    assert {d for n, d in dtypes.items() if "correction" in n} == {torch.float32}
+    assert {d for n, d in dtypes.items() if "correction" not in n} == {torch.bfloat16}
+    with torch.no_grad():
+        assert model(IDS).dtype == torch.bfloat16 and model(IDS).isfinite().all()
+
+
+TOWER = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+             image_size=28, patch_size=14)
+
+
+@pytest.mark.parametrize("name,model,vision,more", [
+    ("gemma3", "Gemma3", TOWER, dict(mm_tokens_per_image=4)),
+    ("gemma4", "Gemma4", dict(TOWER, num_key_value_heads=1, head_dim=8, global_head_dim=8), {}),
+    ("llama4", "Llama4", dict(TOWER, vision_output_dim=8, projector_input_dim=8,
+                              projector_output_dim=8), {}),
+])
+def test_the_text_decoder_of_a_model_that_sees(name, model, vision, more, tmp_path):
+    config = getattr(transformers, f"{model}Config")(
+        text_config=FAMILIES[name].tiny, vision_config=vision, **more)
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{model}ForConditionalGeneration")(config).eval()
+    ours = from_pretrained(saved(theirs, tmp_path))
+    ids = IDS.clamp(max=90)
+    if name == "llama4": theirs = theirs.language_model  # without a picture theirs fails
+    with torch.no_grad():
+        got, want = ours(ids), theirs(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    assert want.std() > 0.01 and (got - want).abs().max() <= 1e-5
+
+
+def test_bad_folders(tmp_path):
+    with pytest.raises(ValueError, match="has no config.json"): from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"): from_pretrained(tmp_path)
+    edit(copied("llama3", tmp_path / "m"), architectures=["Qwen3NextForCausalLM"])
+    with pytest.raises(ValueError, match="needs linear attention.*LlamaForCausalLM"):
+        from_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", architectures=["LlamaForCausalLM"], hidden_act="gelu_new")
+    with pytest.raises(ValueError, match="hidden_act='gelu_new'"): from_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", hidden_act="silu", quantization_config={"bits": 4})
+    with pytest.raises(ValueError, match="quantised"): from_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", quantization_config=None)
+    assert from_pretrained(tmp_path / "m")
+    (tmp_path / "m/model.safetensors").rename(tmp_path / "m/pytorch_model.bin")
+    with pytest.raises(ValueError, match="pickles, are not read"): from_pretrained(tmp_path / "m")
+
+
+def test_what_gemma4_lacks_is_named():
+    with pytest.raises(ValueError, match="hidden_size_per_layer_input=256 needs per-layer"):
+        family("gemma4").config({})
+    with pytest.raises(ValueError, match="no architectures"): family_of({})
+
+
+@pytest.mark.parametrize("about,gain,want", [
+    ({"format": "pt"}, None, True), ({"format": "mlx"}, None, ValueError), (None, None, ValueError),
+    ({"format": "mlx"}, "1+w", True), ({"format": "mlx"}, "w", False),
+    ({"gain_convention": "w"}, None, False), ({"gain_convention": "both"}, None, ValueError),
+])
+def test_gain_convention(about, gain, want, tmp_path):
+    from safetensors.torch import load_file, save_file
+    copied("gemma3", tmp_path / "m")
+    file = tmp_path / "m/model.safetensors"
+    save_file(load_file(file), file, metadata=about)
+    load = lambda: from_pretrained(tmp_path / "m", gain=gain)
+    if want is ValueError:
+        with pytest.raises(ValueError, match="give gain='1\\+w' or gain='w'"): load()
+    else: assert load().config.zero_centered_gain == want
+
+
+def test_gains_where_the_other_convention_begins_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+    copied("gemma2", tmp_path / "m")
+    file = tmp_path / "m/model.safetensors"
+    ones = {n: torch.ones_like(t) if t.dim() == 1 else t for n, t in load_file(file).items()}
+    save_file(ones, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="can't be told"): from_pretrained(tmp_path / "m")
+    plain = from_pretrained(tmp_path / "m", gain="w")
+    assert not plain.config.zero_centered_gain
+    zeros = {n: t * 0 if t.dim() == 1 else t for n, t in ones.items()}
+    save_file(zeros, file, metadata={"format": "pt"})
+    assert from_pretrained(tmp_path / "m").config.zero_centered_gain
+
+
+def test_dtype_and_device(tmp_path):
+    model = from_pretrained(folder("gemma2"), dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight is model.embedding.weight and not model.training
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_build():
+    assert build("gemma3", num_hidden_layers=1).config.num_hidden_layers == 1
+    assert torch.equal(build("qwen3", seed=1).lm_head.weight, build("qwen3", seed=1).lm_head.weight)
+    with pytest.raises(ValueError, match="did you mean 'qwen3'"): build("qwen")
+    with pytest.raises(ValueError, match="field='hiden_size'"): build("qwen3", hiden_size=3)
+
+
+@pytest.mark.parametrize("name", families.SCHEMES)
+def test_schemes(name):
+    "A scheme changes nothing but what its family does about stability."
+    model = lambda scheme: ModelConfig(**{k: v for k, v in scheme.items()
+                                          if k != "qk_clip_threshold"})
+    base, config = ModelConfig(), model(families.SCHEMES[name])
+    for f in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+              "intermediate_size", "activation", "initializer_range", "attention_bias",
+              "tie_word_embeddings", "sliding_window", "num_experts"):
+        assert getattr(base, f) == getattr(config, f), f
+    others = [s for n, s in families.SCHEMES.items() if n != name]
+    assert families.SCHEMES[name] not in others
+    assert Decoder(config)(IDS).isfinite().all()
