@@ -268,6 +268,14 @@ class Decoder(nn.Module):
         "An empty cache for token-by-token decoding."
         return [KVCache() for _ in self.layers]
 
+    def make_rotations(
+        self,
+        positions: Tensor,  # (T,) or (B, T)
+        dtype: torch.dtype = torch.float32,  # Of the model
+    ) -> list:  # One Rotation for each of self.ropes
+        "The rotations of all layers; a compiled model is faster if they are given."
+        return [rope(positions, dtype) for rope in self.ropes]
+
 # %% ../nbs/10_model.ipynb #d5b1adf6
 def make_attention(
     c: ModelConfig,
@@ -406,6 +414,7 @@ def forward(
     positions: Tensor | None = None,  # (T,) or (B, T); None counts on from the cache
     cache: list[KVCache] | None = None,  # From `make_cache`; extended in place
     return_stats: bool = False,  # Also (L, 2, H): largest logit, entropy of each head
+    rotations: list | None = None,  # From `make_rotations`, to make them once for all
 ) -> Tensor:  # Logits (B, T, V)
     "Logits of the next token at every position."
     if ids.dim() != 2:
@@ -416,7 +425,7 @@ def forward(
         start = 0 if cache is None else cache[0].length
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)
     if self.position_embedding is not None: x = x + self.position_embedding(positions)
-    turns = [rope(positions, x.dtype) for rope in self.ropes]
+    turns = rotations or self.make_rotations(positions, x.dtype)
     stats = [] if return_stats else None
     for i, (layer, r) in enumerate(zip(self.layers, self.rope_of)):
         x = layer(x, None if r is None else turns[r], attention_mask,

@@ -243,7 +243,8 @@ class Workspace:
         "(B, T + 1) -> loss, cross-entropy, largest logit (L, H), mean entropy."
         with torch.autocast(self.device.split(":")[0], torch.bfloat16,
                             enabled=self.dtype == "bfloat16"):
-            logits, stats = self.model(ids[:, :-1], return_stats=True)
+            logits, stats = self.model(ids[:, :-1], return_stats=True,
+                                       rotations=self.rotations)
         loss, nll = lm_loss(logits, ids[:, 1:], self.z_loss_multiplier)
         return loss, nll, stats[:, 0], stats[:, 1].mean()
 
@@ -252,6 +253,9 @@ def _reset(self: Workspace, run: Run):
     "Put the weights where `run` starts, and make a fresh optimiser."
     self.model.reset_parameters(run.seed)
     self.model.train()
+    # once for all steps: a compiled step would compute them anew in every layer
+    positions = torch.arange(run.sequence_length, device=self.device)
+    self.rotations = self.model.make_rotations(positions)
     # PyTorch multiplies the decay by the rate; dividing by its peak undoes that
     decays = run.weight_decay / run.learning_rate, 0.0
     groups = [dict(params=[f], weight_decay=d) for f, d in zip(self.flats, decays)]
