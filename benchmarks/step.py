@@ -73,14 +73,15 @@ PEERS = {"Transformers": transformers, "x-transformers": x_transformers}
 class Lean(Workspace):
     "Our model and its loss without statistics, as the peers have them."
     def _loss(self, ids):
-        loss, nll = lm_loss(self.model(ids[:, :-1]), ids[:, 1:])
+        logits = self.model(ids[:, :-1], rotations=self.rotations)
+        loss, nll = lm_loss(logits, ids[:, 1:])
         nothing = torch.zeros(())
         return loss, nll, nothing, nothing
 
 
 def ours(width, compiled, kind):
     "A step of `stabbook.train`, and the model."
-    run = Run(model=config(width))
+    run = Run(model=config(width), sequence_length=SHAPES[width][2])
     ws = kind(run.model, run.dtype, 0.0, "cpu", compiled)
     optimiser = ws.reset(run)
     return lambda ids: _step(run, ws, optimiser, ids, run.warmup_steps), ws.model

@@ -229,7 +229,7 @@ class Workspace:
     ):
         self.model = Decoder(model).to(device)
         self.dtype, self.z_loss_multiplier = dtype, z_loss_multiplier
-        self.device, self.compiled = device, compiled
+        self.device, self.compiled, self.rotations = device, compiled, None
         groups = [], []  # matrices, which decay; gains and biases, which don't
         for name, p in self.model.named_parameters():
             groups[p.dim() < 2 or "norm" in name].append(p)

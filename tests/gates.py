@@ -5,9 +5,11 @@
 
 The first two work on a copy, so they neither need a clean tree nor change it.
 """
+import contextlib
 import difflib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,10 +86,14 @@ def gate_export(root=ROOT):
 def gate_nbdev(root=ROOT):
     "Every cell of every notebook runs"
     command = [tool("nbdev_test"), "--n_workers", "2", "--timing"]
+    process = subprocess.Popen(command, cwd=root, env=ENV, start_new_session=True)
     try:
-        code = subprocess.run(command, cwd=root, env=ENV, timeout=480).returncode
+        code = process.wait(timeout=480)
     except subprocess.TimeoutExpired:
         return ["the notebooks took more than 8 minutes"]
+    finally:                              # its workers too, whatever ended the wait
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     return ["a cell failed; it stands above, under the name of its notebook"] * bool(code)
 
 

@@ -219,6 +219,7 @@ def kill_once(root, target, moment, count, delay, wanted, real=False, again=0):
     for left in orphans: os.kill(left, signal.SIGKILL)
     torn, kept = faults(results, wanted)
     os.environ.update(KILLS_RESULTS=str(results), KILLS_TRACE=str(trace))
+    if again: get_reusable_executor().shutdown(wait=True)  # another test's, perhaps
     try: done = go(real, workers=again)
     finally:
         del os.environ["KILLS_TRACE"]
@@ -244,7 +245,7 @@ def plan(kills, seed, real_every=10):
         slow = moment == "import" and target != "worker"  # from the very start on
         yield dict(target=target, moment=moment, real=real,
                    count=rng.randint(1, 2 if moment == "import" else 4 if real else 10),
-                   delay=rng.uniform(0, 1.5 if slow else 1.5 * SLOW))
+                   delay=rng.uniform(0, 0.5 if slow else 1.5 * SLOW))
 
 
 FAULTS = "failed", "lost", "twice", "torn", "orphans", "differ", "left"
