@@ -192,7 +192,8 @@ class Experts(nn.Module):
         super().__init__()
         check_mlp(activation, swiglu_alpha, swiglu_limit, hidden_size=hidden_size,
                   moe_intermediate_size=intermediate_size, num_experts=num_experts)
-        choice("activation of experts", activation, (*GATED, CLAMPED))
+        choice(f"num_experts={num_experts} needs a gated MLP: activation", activation,
+               (*GATED, CLAMPED))
         self.activation, self.clamp = activation, (swiglu_alpha, swiglu_limit)
         E, F2 = num_experts, 2 * intermediate_size
         made = lambda *shape: nn.Parameter(torch.empty(E, *shape))

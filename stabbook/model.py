@@ -268,14 +268,6 @@ class Decoder(nn.Module):
         "An empty cache for token-by-token decoding."
         return [KVCache() for _ in self.layers]
 
-    def make_rotations(
-        self,
-        positions: Tensor,  # (T,) or (B, T)
-        dtype: torch.dtype = torch.float32,  # Of the model
-    ) -> list:  # One Rotation for each of self.ropes
-        "The rotations of all layers; a compiled model is faster if they are given."
-        return [rope(positions, dtype) for rope in self.ropes]
-
 # %% ../nbs/10_model.ipynb #d5b1adf6
 def make_attention(
     c: ModelConfig,

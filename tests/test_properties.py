@@ -41,7 +41,20 @@ FITS = {name: some(list(values)) for name, values in CHOICES.items()} | {
     "attn_prob_clip": maybe(st.tuples(st.floats(1, 1.2), st.floats(-0.2, 0))),
     "sliding_window": maybe(st.integers(1, 9)), "rope_theta": maybe(st.floats(1, 1e6)),
     "partial_rotary_factor": some([1.0, 0.5, 0.25, 0.3]), "embed_scale": maybe(scale),
-    "layer_scale_init": maybe(st.floats(1e-6, 1)), "initializer_range": st.floats(0.005, 0.5)}
+    "layer_scale_init": maybe(st.floats(1e-6, 1)), "initializer_range": st.floats(0.005, 0.5),
+    "layer_pattern": maybe(some([({"sliding_window": 3},), ({}, {"rope_theta": None})])),
+    "rope_scaling": maybe(some([dict(rope_type="linear", factor=2.0), dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=8.0)])),
+    "attention_chunk_size": maybe(st.integers(1, 9)), "logit_scale": maybe(scale),
+    "attn_temperature_scale": maybe(st.floats(0.01, 1)),
+    "attn_temperature_floor": st.integers(1, 20), "learned_positions": maybe(st.just(16)),
+    "kv_lora_rank": maybe(size), "q_lora_rank": maybe(size), "v_head_dim": maybe(size),
+    "qk_nope_head_dim": maybe(size), "qk_rope_head_dim": maybe(some([2, 4, 3])),
+    "latent_norm_eps": some([1e-6, 1e-5]), "swiglu_alpha": scale, "swiglu_limit": scale,
+    "num_experts": maybe(st.integers(1, 4)), "num_experts_per_tok": st.integers(1, 3),
+    "moe_intermediate_size": maybe(size), "num_shared_experts": maybe(st.integers(1, 2)),
+    "n_group": maybe(some([1, 2])), "topk_group": maybe(some([1, 2])),
+    "routed_scaling_factor": scale}
 RUBBISH = some([0, -1, 1.5, 10 ** 400, True, None, math.nan, math.inf, -0.5, "4", "", [4],
                 (), b"x", 3 + 0j, "qknorm", "Rmsnorm", (0.5, 0), (1, 0.5), (1, math.nan),
                 np.float64("nan"), np.int64(0), np.float32(-1), object])
@@ -62,7 +75,8 @@ def built(fields):
     "The config, or None where it was refused as it should be: field, value and rule"
     try: return ModelConfig(**fields)
     except ValueError as e: said = str(e)
-    named = [n for n, v in fields.items() if f"{n}={v!r}" in said]
+    every = {f.name: f.default for f in dataclasses.fields(ModelConfig)} | fields
+    named = [n for n, v in every.items() if f"{n}={v!r}" in said]
     assert named, f"no field with its value in: {said} (given {fields})"
     rules = "must ", "is not one of", "needs ", "is not divisible", "covers the whole"
     assert any(rule in said for rule in rules), said
