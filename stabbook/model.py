@@ -398,6 +398,17 @@ def normalise_weights_(
         out = name.endswith(("o_proj.weight", "down_proj.weight"))
         if p.shape[0 if out else 1] == D: p.copy_(F.normalize(p, dim=0 if out else 1))
 
+# %% ../nbs/10_model.ipynb #8ac482e3
+def make_rotations(
+    self: Decoder,
+    positions: Tensor,  # (T,) or (B, T)
+    dtype: torch.dtype = torch.float32,  # Of the model
+) -> list:  # One Rotation for each of self.ropes
+    "The rotations of all layers; a compiled model is faster if they are given."
+    return [rope(positions, dtype) for rope in self.ropes]
+
+Decoder.make_rotations = make_rotations
+
 # %% ../nbs/10_model.ipynb #750ca46e
 def forward(
     self: Decoder,
