@@ -325,7 +325,7 @@ def test_bad_value_names_field_value_and_rule(field, value):
     (dict(kv_lora_rank=8), "qk_nope_head_dim=None must be at least 1"),
     (dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=3, v_head_dim=4), "head_dim=3 .*even"),
     (dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, qk_norm="l2"), "qk_norm='l2'"),
-    (dict(num_experts=4), "activation of experts='gelu'"),
+    (dict(num_experts=4), "activation='gelu' is not one of"),
     (dict(num_experts=4, activation="swiglu", num_experts_per_tok=5), "num_experts_per_tok=5"),
     (dict(num_experts=4, activation="swiglu", sigma_reparam=True), "sigma_reparam=True"),
 ])
