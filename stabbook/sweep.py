@@ -8,6 +8,7 @@ __all__ = ['OUTCOMES', 'FIRST', 'TOLERANCE', 'TOML_KEYS', 'Job', 'change', 'grid
 
 # %% ../nbs/17_sweep.ipynb #002ff408
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -44,6 +45,7 @@ class Job:
     def key(self) -> str: return self.run.key
 
 # %% ../nbs/17_sweep.ipynb #44e803b2
+@functools.lru_cache  # a large grid asks thousands of times
 def _kinds(cls):
     "Field -> the types it may have."
     hints = typing.get_type_hints(cls)

@@ -1,8 +1,5 @@
 """kill -9 at ten moments, each followed by a rerun: nothing lost, nothing done twice."""
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
