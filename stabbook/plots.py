@@ -39,8 +39,8 @@ def look(
     "The look of a method: the same in every figure, also for a name not seen before."
     name = "baseline" if method == "bf16_baseline" else str(method)
     if name not in PALETTE:
-        code = zlib.crc32(name.encode())
-        extra = (SPARE[code % 4], "<>dH"[code // 4 % 4], ("-", "--")[code // 16 % 2])
+        code = zlib.crc32(name.encode())  # no triangles: they mean "beyond the axis"
+        extra = (SPARE[code % 4], "dH8"[code // 4 % 3], ("-", "--")[code // 16 % 2])
     color, marker, linestyle = PALETTE.get(name) or extra
     return dict(color=color, marker=marker, linestyle=linestyle)
 
