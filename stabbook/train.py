@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCHEDULES', 'DTYPES', 'RULES', 'CURVES', 'Run', 'Record', 'learning_rate_factor', 'flatten_parameters',
-           'clip_gradients_', 'can_compile', 'Workspace', 'workspace', 'evaluate', 'git_commit', 'device_name', 'train']
+           'unflatten_parameters', 'clip_gradients_', 'can_compile', 'Workspace', 'workspace', 'evaluate', 'git_commit',
+           'device_name', 'train']
 
 # %% ../nbs/14_train.ipynb #7728bbae
 import hashlib
@@ -28,6 +29,7 @@ from types import FunctionType
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 import stabbook
 from . import __version__
@@ -177,19 +179,31 @@ def learning_rate_factor(
     return low + (1 - low) * (run.steps - step) / (run.steps - begin)
 
 # %% ../nbs/14_train.ipynb #b06249b0
+def _padded(size) -> int:
+    "Round up to a cache line of 16 fp32 values."
+    return -(-size // 16) * 16
+
 def flatten_parameters(
     params: list[Tensor],  # Parameters of one model, each a leaf
-) -> Tensor:  # 1-d, with .grad; parameters and gradients become views of it
+) -> Tensor:  # 1-d, a leaf; each parameter becomes a view of its part
     "Lay parameters out in one buffer, so that the optimiser makes one call."
-    align = 16  # fp32 values in a cache line
-    sizes = [-(-p.numel() // align) * align for p in params]
+    sizes = [_padded(p.numel()) for p in params]
     flat = torch.zeros(sum(sizes), device=params[0].device)
-    flat.grad = torch.zeros_like(flat)
-    for p, start in zip(params, np.cumsum([0, *sizes[:-1]]).tolist()):
-        part = slice(start, start + p.numel())
-        flat[part] = p.data.flatten()
-        p.data, p.grad = flat[part].view_as(p), flat.grad[part].view_as(p)
-    return flat
+    for p, part in zip(params, flat.split(sizes)):
+        part[:p.numel()] = p.data.flatten()
+        p.data = part[:p.numel()].view_as(p)
+    return flat.requires_grad_()
+
+# %% ../nbs/14_train.ipynb #bc982800
+def unflatten_parameters(
+    flat: Tensor,  # As flatten_parameters returns it
+    shapes: dict,  # Name -> shape, in the order in which they were flattened
+) -> dict:  # Name -> view, for torch.func.functional_call
+    "Views of a flat buffer; a gradient that reaches one goes into the buffer's."
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    parts = flat.split([_padded(n) for n in sizes])
+    return {name: part[:n].view(shape)
+            for (name, shape), part, n in zip(shapes.items(), parts, sizes)}
 
 # %% ../nbs/14_train.ipynb #89dd45ac
 def clip_gradients_(
@@ -230,10 +244,12 @@ class Workspace:
         self.model = Decoder(model).to(device)
         self.dtype, self.z_loss_multiplier = dtype, z_loss_multiplier
         self.device, self.compiled, self.rotations = device, compiled, None
-        groups = [], []  # matrices, which decay; gains and biases, which don't
+        groups = {}, {}  # matrices, which decay; gains and biases, which don't
         for name, p in self.model.named_parameters():
-            groups[p.dim() < 2 or "norm" in name].append(p)
-        self.flats = [flatten_parameters(ps) for ps in groups if ps]
+            groups[p.dim() < 2 or "norm" in name][name] = p
+        groups = [ps for ps in groups if ps]
+        self.flats = [flatten_parameters([*ps.values()]) for ps in groups]
+        self.shapes = [{n: tuple(p.shape) for n, p in ps.items()} for ps in groups]
         self.loss = self._loss
         if compiled:
             loss = _own_code(self._loss)
@@ -241,10 +257,12 @@ class Workspace:
 
     def _loss(self, ids: Tensor):
         "(B, T + 1) -> loss, cross-entropy, largest logit (L, H), mean entropy."
+        views = {}
+        for pair in zip(self.flats, self.shapes): views |= unflatten_parameters(*pair)
+        how = dict(return_stats=True, rotations=self.rotations)
         with torch.autocast(self.device.split(":")[0], torch.bfloat16,
                             enabled=self.dtype == "bfloat16"):
-            logits, stats = self.model(ids[:, :-1], return_stats=True,
-                                       rotations=self.rotations)
+            logits, stats = functional_call(self.model, views, (ids[:, :-1],), how)
         loss, nll = lm_loss(logits, ids[:, 1:], self.z_loss_multiplier)
         return loss, nll, stats[:, 0], stats[:, 1].mean()
 
@@ -282,7 +300,7 @@ CURVES = ("loss", "grad_norm", "max_attention_logit", "attention_entropy")
 
 def _step(run, ws, optimiser, ids, step) -> tuple:
     "One step of training: its values of CURVES."
-    for flat in ws.flats: flat.grad.zero_()
+    for flat in ws.flats: flat.grad = None
     loss, nll, largest, entropy = ws.loss(ids)
     loss.backward()
     grad_norm = clip_gradients_(ws.flats, run.max_grad_norm)
