@@ -89,8 +89,10 @@ def attention_stats(
     "Largest visible logit and mean entropy of each head."
     # every row counts in the mean, and one that sees nothing counts as zero
     z, p = z.detach(), p.detach()
-    largest = z.masked_fill(~allowed, -math.inf).amax((0, 2, 3))
-    entropy = torch.special.entr(p).sum(-1).mean((0, 2))
+    # row by row first: the softmax needs these too, and a compiler makes them once
+    largest = z.masked_fill(~allowed, -math.inf).amax(-1, True).amax((0, 2, 3))
+    logs = p.clamp_min(torch.finfo(p.dtype).tiny).log()  # 0 log 0 is to be 0
+    entropy = -(p * logs).sum(-1).mean((0, 2))
     return torch.stack((largest, entropy)).float()
 
 # %% ../nbs/05_attention.ipynb #49e9fe2d

@@ -24,6 +24,7 @@ import typing
 import uuid
 import warnings
 from concurrent.futures import BrokenExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,17 +149,19 @@ class Claim:
         finally: os.close(fd)
 
 # %% ../nbs/17_sweep.ipynb #a8ee0490
-def _abandoned(folder, sweep_id):
-    "Runs of this sweep whose process died under them: key -> what it had written."
-    out = {}
+def _claims(folder, sweep_id):
+    "Claims of one sweep: key, what was written there, does a process still hold it."
     for path in Path(folder).glob("*.claim"):
         try:
             note = json.loads(path.read_text() or "{}")
             fd = os.open(path, os.O_RDWR)
         except (OSError, ValueError): continue
-        if note.get("sweep") == sweep_id and lock(fd): out[path.stem] = note
+        if note.get("sweep") == sweep_id: yield path.stem, note, not lock(fd)
         os.close(fd)
-    return out
+
+def _abandoned(folder, sweep_id):
+    "Runs of this sweep whose process died under them: key -> what it had written."
+    return {key: note for key, note, held in _claims(folder, sweep_id) if not held}
 
 # %% ../nbs/17_sweep.ipynb #ae745ad1
 def _tidy(folder):
@@ -503,6 +506,16 @@ def _workers(workers):
     except Exception: return cpu_count()
 
 # %% ../nbs/17_sweep.ipynb #a32683cc
+@contextmanager
+def _large_pages():
+    "Processes started in here take memory in large pages, where Linux and glibc can."
+    name, before = "GLIBC_TUNABLES", os.environ.get("GLIBC_TUNABLES")
+    if before is None: os.environ[name] = "glibc.malloc.hugetlb=1"
+    try: yield
+    finally:
+        if before is None: os.environ.pop(name, None)
+
+# %% ../nbs/17_sweep.ipynb #bb68f1c8
 def _outcomes(orders, chunks, workers):
     "Results of the chunks as they come, through joblib or in this process."
     if workers == 0:
@@ -518,8 +531,9 @@ def _outcomes(orders, chunks, workers):
         more |= dict(initializer=_begin, initargs=(os.getpid(),))
     pool = Parallel(n_jobs=max(2, workers), batch_size=1, **more,
                     return_as="generator_unordered" if lazy else "list")
-    results = pool(delayed(_work)(orders, c) for c in chunks)
+    results = None
     try:
+        with _large_pages(): results = pool(delayed(_work)(orders, c) for c in chunks)
         for chunk in results: yield from chunk
     finally:
         with warnings.catch_warnings():
@@ -630,7 +644,10 @@ def sweep(
     counts = dict(trained=0, reused=len(done), failed=0)
     with _Progress(orders, jobs, done, progress, every) as watch, _one_thread(n):
         try: errors = _run_all(orders, todo, n, chunk, counts, watch)
-        except (KeyboardInterrupt, StoreError): _stopped(orders, jobs, watch); raise
+        except (KeyboardInterrupt, StoreError):
+            _clear_up(orders)
+            _stopped(orders, jobs, watch)
+            raise
     if todo: _tidy(orders.folder)
     summary = Summary(experiment, scale, **counts, seconds=time.monotonic() - start,
                       errors=tuple(f"{watch.describe(k)}: {e}" for k, e in errors))
@@ -643,12 +660,14 @@ def _run_all(orders, todo, workers, largest, counts, watch):
     errors = []
     while todo:
         busy = []
-        for key, what, _, text in _survive(orders, todo, workers, largest):
-            if what == "store": raise StoreError(text)
-            watch.waiting.discard(key)
-            if what == "busy": busy.append(key)
-            elif what == "failed": counts["failed"] += 1; errors.append((key, text))
-            else: counts["reused" if what == "stored" else "trained"] += 1
+        # closed at once, or an error would leave the workers at their work
+        with closing(_survive(orders, todo, workers, largest)) as outcomes:
+            for key, what, _, text in outcomes:
+                if what == "store": raise StoreError(text)
+                watch.waiting.discard(key)
+                if what == "busy": busy.append(key)
+                elif what == "failed": counts["failed"] += 1; errors.append((key, text))
+                else: counts["reused" if what == "stored" else "trained"] += 1
         todo = [j for j in todo if j.key in set(busy)]
         if todo: watch.say(f"waiting for {len(todo)} runs that another sweep has")
         while todo and not any(_free(orders, j.key) for j in todo): time.sleep(0.5)
@@ -663,6 +682,13 @@ def _free(orders, key):
     finally: os.close(fd)
 
 # %% ../nbs/17_sweep.ipynb #39b11b9d
+def _clear_up(orders, seconds=1.0):
+    "Wait until the workers, which were ended, are gone; remove what they left."
+    until = time.monotonic() + seconds
+    while (any(held for *_, held in _claims(orders.folder, orders.sweep))
+           and time.monotonic() < until): time.sleep(0.05)
+    _tidy(orders.folder)
+
 def _stopped(orders, jobs, watch):
     "Say what an interrupted sweep leaves behind."
     there = store.keys(orders.experiment, orders.scale, orders.results)

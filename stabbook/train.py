@@ -230,6 +230,19 @@ def _own_code(method):
     copy = FunctionType(f.__code__.replace(), f.__globals__, f.__name__)
     return copy.__get__(method.__self__)
 
+def _compile(method):
+    "Compile for one workspace, whose shapes and settings never change."
+    from torch._inductor import config
+    # a value that several kernels read is computed once, not by each of them
+    options = dict(realize_reads_threshold=1, size_asserts=False,
+                   alignment_asserts=False)
+    options = {name: v for name, v in options.items() if hasattr(config, name)}
+    # nothing can differ from the last call, so nothing need be checked
+    trusting = getattr(torch.compiler, "skip_all_guards_unsafe", None)
+    if trusting is not None: options["guard_filter_fn"] = trusting
+    return torch.compile(_own_code(method), dynamic=False, fullgraph=True,
+                         options=options)
+
 # %% ../nbs/14_train.ipynb #96aad27d
 class Workspace:
     "A model laid out for training, and its compiled loss."
@@ -251,9 +264,7 @@ class Workspace:
         self.flats = [flatten_parameters([*ps.values()]) for ps in groups]
         self.shapes = [{n: tuple(p.shape) for n, p in ps.items()} for ps in groups]
         self.loss = self._loss
-        if compiled:
-            loss = _own_code(self._loss)
-            self.loss = torch.compile(loss, dynamic=False, fullgraph=True)
+        if compiled: self.loss = _compile(self._loss)
 
     def _loss(self, ids: Tensor):
         "(B, T + 1) -> loss, cross-entropy, largest logit (L, H), mean entropy."
@@ -291,6 +302,7 @@ def workspace(
     z_loss_multiplier: float,
     device: str,
     compiled: bool,
+    threads: int = 1,  # A compiled step is made for so many
 ) -> Workspace:
     "One workspace for each model and batch shape; the cache keeps the compiled steps."
     return Workspace(model, dtype, z_loss_multiplier, device, compiled)
@@ -421,7 +433,7 @@ def _alone(threads):
     "Train in one thread at a time, with settings that are put back afterwards."
     me = threading.get_ident()
     if me in _OWNER: raise RuntimeError("train was called inside a run's on_step")
-    with _LOCK:
+    with _LOCK, torch.enable_grad():
         before = torch.get_num_threads()
         flushes = (torch.tensor(2e-38) * 0.1).item() == 0
         torch.set_num_threads(threads)
@@ -466,7 +478,7 @@ def train(
     with _alone(threads):
         began, val_loss = time.perf_counter(), math.nan
         ws = workspace(run.model, (run.batch_size, T), run.dtype,
-                       run.z_loss_multiplier, device, compiled)
+                       run.z_loss_multiplier, device, compiled, threads)
         curves, status = _train_steps(
             run, ws, corpus, on_step, None if limit is None else began + limit, limit,
             checkpoint, checkpoint_every)
