@@ -1240,7 +1240,7 @@ SCHEMES = {
     "ngpt": dict(norm="l2", norm_eps=1e-12, norm_placement="ngpt", final_norm=False,
                  qk_norm="l2", qk_norm_gain="none", qk_norm_before_rope=False,
                  qk_scale=True, query_pre_attn_scalar=1 / 32, mlp_scale=True,
-                 logit_gain=True),
+                 logit_gain=True, normalise_weights=True),
     "post_norm": dict(norm_placement="post", final_norm=False, embed_scale=8.0),
 }
 

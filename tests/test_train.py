@@ -30,6 +30,7 @@ VARIANTS = {
     "plain": RUN,
     "sigma_reparam": RUN.replace(model=apply_method("sigma_reparam", TINY)),
     "qk_clip": RUN.replace(qk_clip_threshold=0.01, learning_rate=0.05),
+    "unit_weights": RUN.replace(normalise_weights=True),
     "bfloat16": RUN.replace(dtype="bfloat16"),
     "qk_fc_norm_cosine_z": RUN.replace(
         model=apply_method("qk_fc_norm", TINY), schedule="cosine",
@@ -101,6 +102,31 @@ def test_bad_values_are_refused_in_words(field, value):
 def test_qk_clip_beside_a_norm_is_refused():
     with pytest.raises(ValueError, match="qk_clip_threshold=1.0.*qk_norm='layernorm'"):
         RUN.replace(model=apply_method("qk_norm", TINY), qk_clip_threshold=1.0)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(sigma_reparam=True), dict(attention_k_eq_v=True),
+    dict(layer_pattern=({}, dict(qk_norm="l2")))])
+def test_qk_clip_is_refused_where_it_would_do_something_else(changes):
+    "Also if one layer of a pattern alone is such."
+    name = [*changes.get("layer_pattern", [changes])[-1]][0]
+    with pytest.raises(ValueError, match=f"qk_clip_threshold=1.0 .* beside {name}="):
+        RUN.replace(model=TINY.replace(num_hidden_layers=2, **changes),
+                    qk_clip_threshold=1.0)
+
+
+def test_normalised_weights_stay_on_the_sphere():
+    "From the start on, and after every step."
+    run, D = RUN.replace(normalise_weights=True, steps=3), TINY.hidden_size
+    ws = Workspace(run.model, "float32", 0.0, "cpu", False)
+    optimiser, corpus = ws.reset(run), load_corpus(run.corpus)
+    for step, at in enumerate(corpus.offsets(3, 8, 32, 0)):
+        for p in (ws.model.attentions[0].q_proj.weight, ws.model.lm_head.weight):
+            torch.testing.assert_close(p.norm(dim=1), torch.ones(len(p)))
+        out = ws.model.attentions[0].o_proj.weight
+        torch.testing.assert_close(out.norm(dim=0), torch.ones(out.shape[1]))
+        T._step(run, ws, optimiser, corpus.window("train", at, 32), step)
+    assert run.key != RUN.replace(steps=3).key
 
 
 # the same bits
