@@ -73,8 +73,7 @@ PEERS = {"Transformers": transformers, "x-transformers": x_transformers}
 class Lean(Workspace):
     "Our model and its loss without statistics, as the peers have them."
     def _loss(self, ids):
-        logits = self.model(ids[:, :-1], rotations=self.rotations)
-        loss, nll = lm_loss(logits, ids[:, 1:])
+        loss, nll = lm_loss(self.logits(ids[:, :-1]), ids[:, 1:])
         nothing = torch.zeros(())
         return loss, nll, nothing, nothing
 

@@ -644,10 +644,7 @@ def sweep(
     counts = dict(trained=0, reused=len(done), failed=0)
     with _Progress(orders, jobs, done, progress, every) as watch, _one_thread(n):
         try: errors = _run_all(orders, todo, n, chunk, counts, watch)
-        except (KeyboardInterrupt, StoreError):
-            _clear_up(orders)
-            _stopped(orders, jobs, watch)
-            raise
+        except (KeyboardInterrupt, StoreError): _stopped(orders, jobs, watch); raise
     if todo: _tidy(orders.folder)
     summary = Summary(experiment, scale, **counts, seconds=time.monotonic() - start,
                       errors=tuple(f"{watch.describe(k)}: {e}" for k, e in errors))
@@ -690,7 +687,8 @@ def _clear_up(orders, seconds=1.0):
     _tidy(orders.folder)
 
 def _stopped(orders, jobs, watch):
-    "Say what an interrupted sweep leaves behind."
+    "Clear up, and say what an interrupted sweep leaves behind."
+    _clear_up(orders)
     there = store.keys(orders.experiment, orders.scale, orders.results)
     kept = len(there & jobs.keys())
     print(f"\n{watch.name}: stopped. {kept} of {len(jobs)} runs are stored; start the "

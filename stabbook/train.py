@@ -281,14 +281,18 @@ class Workspace:
         self.loss = self._loss
         if compiled: self.loss = _compile(self._loss)
 
-    def _loss(self, ids: Tensor):
-        "(B, T + 1) -> loss, cross-entropy, largest logit (L, H), mean entropy."
+    def logits(self, ids: Tensor, **how):
+        "What the model makes of (B, T) ids, on views of the flat parameters."
         views = {}
         for pair in zip(self.flats, self.shapes): views |= unflatten_parameters(*pair)
-        how = dict(return_stats=True, rotations=self.rotations)
+        return functional_call(self.model, views, (ids,),
+                               dict(how, rotations=self.rotations))
+
+    def _loss(self, ids: Tensor):
+        "(B, T + 1) -> loss, cross-entropy, largest logit (L, H), mean entropy."
         with torch.autocast(self.device.split(":")[0], torch.bfloat16,
                             enabled=self.dtype == "bfloat16"):
-            logits, stats = functional_call(self.model, views, (ids[:, :-1],), how)
+            logits, stats = self.logits(ids[:, :-1], return_stats=True)
         loss, nll = lm_loss(logits, ids[:, 1:], self.z_loss_multiplier)
         return loss, nll, stats[:, 0], stats[:, 1].mean()
 

@@ -136,7 +136,7 @@ def test_what_is_built_trains_a_step(fields):
     record = train(run_of(config), compile=False, device="cpu")
     assert record.summary["status"] == "done", record.summary
     for name, curve in record.curves.items(): assert np.isfinite(curve).all(), name
-    ws = T.workspace(config, (2, 8), "float32", 0.0, "cpu", False)
+    ws = T.workspace(config, (2, 8), "float32", 0.0, "cpu", False, 1)
     after = ws.model.state_dict()
     assert any(not torch.equal(before[n], after[n]) for n in before), "nothing was learned"
 
