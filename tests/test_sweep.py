@@ -66,6 +66,9 @@ def trainer(run, deadline_seconds=None):
         Path(value).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "hang": time.sleep(600)
+    if what == "full":  # the disk, for this worker
+        def save(*_): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        store.save = save
     return result(run)
 
 
@@ -80,6 +83,33 @@ def results(tmp_path, monkeypatch):
     monkeypatch.setenv("STABBOOK_RESULTS", str(tmp_path / "results"))
     monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
     return tmp_path / "results"
+
+
+def test_an_error_of_the_store_ends_the_workers_and_leaves_no_claim(results):
+    "The one that trains on would hold its claim, and could leave half a file."
+    with pytest.raises(StoreError, match="disk is full"):
+        go(jobs(2, n0="sleep 60", n1="full"), workers=2, chunk=1)
+    assert not [*(results / "exp" / "smoke").glob("*.claim")]
+    assert len(started(results)) == 2  # the other one had begun
+
+
+def pages(run, **_):
+    "What a worker was told about memory"
+    done = result(run)
+    done.provenance["pages"] = os.environ.get("GLIBC_TUNABLES", "")
+    return done
+
+
+@pytest.mark.parametrize("mine", [None, "glibc.malloc.perturb=0"])
+def test_workers_take_large_pages_unless_told_otherwise(results, monkeypatch, mine):
+    from joblib.externals.loky import get_reusable_executor
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if mine: monkeypatch.setenv("GLIBC_TUNABLES", mine)
+    get_reusable_executor().shutdown(wait=True)
+    go(jobs(2), workers=2, trainer=pages)
+    get_reusable_executor().shutdown(wait=True)
+    assert set(store.load("exp").pages) == {mine or "glibc.malloc.hugetlb=1"}
+    assert os.environ.get("GLIBC_TUNABLES") == mine
 
 
 def started(results): return (results.parent / "trace").read_text().split()
