@@ -6,8 +6,9 @@ storage, two workers of one thread. The loop is Transformers' Qwen3 of the same 
 and of no more parameters, eager, in one process with all cores: model(ids, labels),
 backward, clip_grad_norm_, AdamW. Sweep and loop take turns.
 
-Also: two workers beside one, how often a worker compiles, how much of a sweep its
-start costs, and how long a sweep takes that finds all of its runs stored.
+Also: what the two cores could do if a step were nothing but its matrix products, which
+bounds every ratio from above; two workers beside one, how often a worker compiles, how
+much of a sweep its start costs, and how long a sweep takes that finds all runs stored.
 
     python benchmarks/sweep.py [--save] [--rounds 4] [--method qk_norm]
 
@@ -92,6 +93,29 @@ def plain_loop():
     return loop
 
 
+def products():
+    "The matrix products of one step on one thread: calls -> tokens per second."
+    c, T, N = RUN.model, RUN.sequence_length, TOKENS
+    D, H = c.hidden_size, c.num_attention_heads
+    # (batch, rows, inner, columns); each has two gradients with as many operations
+    layer = [(1, N, D, D)] * 4 + [(1, N, D, 4 * D), (1, N, 4 * D, D),
+                                  (N // T * H, T, D // H, T), (N // T * H, T, T, D // H)]
+    shapes = layer * c.num_hidden_layers + [(1, N, D, c.vocab_size)]
+    made = {(b, n, k, m): (torch.randn(b, n, k), torch.randn(b, k, m),
+                           torch.empty(b, n, m)) for b, n, k, m in shapes}
+
+    def all_of(steps):
+        torch.set_num_threads(1)
+        began = time.perf_counter()
+        for shape in shapes * 3 * steps:
+            left, right, out = made[shape]
+            if shape[0] > 1: torch.bmm(left, right, out=out)
+            else: torch.mm(left[0], right[0], out=out[0])
+        return steps * TOKENS / (time.perf_counter() - began)
+
+    return all_of
+
+
 def start_stored(folder):
     "In a process of its own: seconds to find that all runs of a sweep are stored."
     runs = store.load("learning_rate", "cpu", results=folder)
@@ -126,14 +150,15 @@ def compilations(folder):
 
 def measure(lab, rounds, batch, steps):
     "Tokens per second: the first sweep, then {name: (rounds,)} of what took turns."
-    cold, loop = lab(WORKERS, WORKERS), plain_loop()
+    cold, loop, alone = lab(WORKERS, WORKERS), plain_loop(), products()
     print(f"workers started and compiled; {rounds} rounds", file=sys.stderr)
     loop(10)
-    rates = {name: np.zeros(rounds) for name in ("loop", "two", "one")}
+    rates = {name: np.zeros(rounds) for name in ("loop", "two", "one", "products")}
     for r in range(rounds):
         before = loop(steps)
         two, between = lab(batch, WORKERS), loop(steps)
         one, after = lab(batch // WORKERS, 1), loop(steps)
+        rates["products"][r] = WORKERS * alone(steps)
         for name, rate in (("loop", np.mean([before, between, after])),
                            ("two", two), ("one", one)): rates[name][r] = rate
         print(f"round {r + 1}: {two / rates['loop'][r]:.2f}", file=sys.stderr)
@@ -172,6 +197,8 @@ def report(args, cold, rates, compiled, found, seconds):
     rows = [line("loop over Transformers' Qwen3", np.median(loop), spread(loop / loop)),
             line("sweep, one worker", np.median(one), spread(one / loop)),
             line("sweep, two workers", np.median(two), spread(two / loop)),
+            line("two cores at a step's matrix products alone",
+                 np.median(rates["products"]), spread(rates["products"] / loop)),
             line(f"sweep of {runs} runs with its start", whole, spread(whole / loop))]
     gain = spread(two / one)
     info = about(rounds=args.rounds, method=args.method, workers_gain=gain["ratio"],
