@@ -1,11 +1,12 @@
 """What each of the ten methods costs over the baseline: time and memory of a step.
+With --schemes: what each family's normalisation costs over that of Llama 3.
 
 One training step of `Run()`, compiled, with statistics, on one thread, as a sweep
 trains it. The methods take turns in rounds; the ratio of a round is to the baseline of
 the same round. Memory is counted and not sampled: every allocation of a step, on top
 of weights, gradients and moments, so that it is the same each time.
 
-    python benchmarks/methods.py [--save] [--rounds 20] [--methods baseline qk_norm]
+    python benchmarks/methods.py [--save] [--schemes] [--methods baseline qk_norm]
 """
 import argparse
 import subprocess
@@ -18,16 +19,24 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import about, save, show, spread, take_turns
 from stabbook.data import load_corpus
+from stabbook.families import SCHEMES
 from stabbook.methods import METHODS, apply_method
+from stabbook.sweep import change
 from stabbook.train import Run, Workspace, _step, can_compile
 
 RUN = Run()
 MB = 2 ** 20
 
 
-def prepare(method, compiled):
+def run_of(name):
+    "The run of a method, or of a family's scheme."
+    if name in SCHEMES: return change(RUN, **SCHEMES[name])
+    return RUN.replace(model=apply_method(name, RUN.model))
+
+
+def prepare(name, compiled):
     "A step of the method, and the bytes that stay between steps."
-    run = RUN.replace(model=apply_method(method, RUN.model))
+    run = run_of(name)
     ws = Workspace(run.model, run.dtype, run.z_loss_multiplier, "cpu", compiled)
     optimiser = ws.reset(run)
     corpus, T = load_corpus(run.corpus), run.sequence_length
@@ -58,7 +67,8 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     ap.add_argument("--rounds", type=int, default=20)
     ap.add_argument("--each", type=int, default=8, help="steps of each in a round")
-    ap.add_argument("--methods", nargs="+", default=list(METHODS))
+    ap.add_argument("--methods", nargs="+", help="default: all")
+    ap.add_argument("--schemes", action="store_true", help="of families, not methods")
     ap.add_argument("--no-compile", action="store_true")
     ap.add_argument("--save", action="store_true", help="write the table of the page")
     ap.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
@@ -69,7 +79,8 @@ def main():
     if args.compile_only:
         for name in args.methods: prepare(name, True)[0]()
         return
-    names = list(dict.fromkeys(["baseline", *args.methods]))
+    first, every = ("llama3", SCHEMES) if args.schemes else ("baseline", METHODS)
+    names = list(dict.fromkeys([first, *(args.methods or every)]))
     half = len(names) // 2
     helper = compile_aside(names[half:]) if compiled and half else None
     steps, memory = {}, {}
@@ -81,16 +92,16 @@ def main():
         memory[name] = stays + peak_bytes(steps[name])
         print(f"{name}: ready in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     times = take_turns(steps, args.rounds, args.each)
-    base = times["baseline"]
+    base = times[first]
     rows = [dict(method=name, ms=1000 * np.median(t), **spread(t / base),
                  memory_mb=memory[name] / MB,
-                 memory_ratio=memory[name] / memory["baseline"])
+                 memory_ratio=memory[name] / memory[first])
             for name, t in times.items()]
     info = about(rounds=args.rounds, threads=1, compiled=compiled)
     show(rows, info)
-    print("ratio: time of a step over that of the baseline in the same round; low and "
-          "high are its middle half")
-    if args.save: save("methods", rows, info)
+    print(f"ratio: time of a step over that of {first} in the same round; low and high "
+          "are its middle half")
+    if args.save: save("schemes" if args.schemes else "methods", rows, info)
 
 
 if __name__ == "__main__": main()

@@ -7,6 +7,7 @@ import math
 import sys
 import tempfile
 import types
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from stabbook.attention import Attention
 from stabbook.families import (FAMILIES, build, family, family_of, from_pretrained,
                                model_tensors, probe, to_ours, to_theirs)
 from stabbook.model import Decoder, ModelConfig
+from stabbook.sweep import change
+from stabbook.train import Run
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -645,9 +648,10 @@ def test_build():
 @pytest.mark.parametrize("name", families.SCHEMES)
 def test_schemes(name):
     "A scheme changes nothing but what its family does about stability."
-    model = lambda scheme: ModelConfig(**{k: v for k, v in scheme.items()
-                                          if k != "qk_clip_threshold"})
-    base, config = ModelConfig(), model(families.SCHEMES[name])
+    run = change(Run(), **families.SCHEMES[name])
+    base, config = ModelConfig(), run.model
+    of_run = {f.name for f in fields(Run) if getattr(run, f.name) != getattr(Run(), f.name)}
+    assert of_run <= {"model", "qk_clip_threshold", "normalise_weights"}
     for f in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
               "intermediate_size", "activation", "initializer_range", "attention_bias",
               "tie_word_embeddings", "sliding_window", "num_experts"):
