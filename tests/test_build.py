@@ -176,8 +176,13 @@ def test_runs_again_when_what_it_depends_on_changes(book, monkeypatch):    # T10
     assert book.why_run("01_a") == "", "a module that it does not import"
     save(book.root, "01_a", notebook(new_markdown_cell("# B"), "from stabbook import c"))
     assert book.why_run("01_a") == "", "prose"
+    (book.package / "a.py").write_text((book.package / "a.py").read_text() + "  # so")
+    assert book.why_run("01_a") == "", "a comment in a module"
     (book.package / "a.py").write_text("x = 2")
     assert book.why_run("01_a") == "changed: stabbook.a"
+    (book.package / "a.py").write_text("x = ")
+    assert "stabbook.a" in book.why_run("01_a"), "no Python: the run says where"
+    (book.package / "a.py").write_text("x = 2")
     pretend_run(book, "01_a")
     save(book.root, "01_a", notebook("from stabbook import c", "1"))
     assert book.why_run("01_a") == "changed: code"
