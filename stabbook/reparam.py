@@ -150,6 +150,9 @@ def qk_clip_(
     if attention.q_norm is not None:
         raise ValueError("QK-clip has no effect beside qk_norm: "
                          "the norm undoes any scale")
+    if attention.k_eq_v:
+        raise ValueError("QK-clip would shrink the values too: with attention_k_eq_v "
+                         "they are the projected keys")
     if isinstance(attention.o_proj, SigmaReparamLinear):
         raise ValueError("QK-clip has no effect beside sigma_reparam: dividing by "
                          "the largest singular value undoes the scale")

@@ -245,13 +245,13 @@ def _own_code(method):
     copy = FunctionType(f.__code__.replace(), f.__globals__, f.__name__)
     return copy.__get__(method.__self__)
 
-def _compile(method):
+def _compile(method, device):
     "Compile for one workspace, whose shapes and settings never change."
     from torch._inductor import config
     # a value that several kernels read is computed once, not by each of them
-    options = dict(realize_reads_threshold=1, size_asserts=False,
-                   alignment_asserts=False)
-    options = {name: v for name, v in options.items() if hasattr(config, name)}
+    lean = dict(realize_reads_threshold=1, size_asserts=False, alignment_asserts=False)
+    on_cpu = device == "cpu"  # what these do elsewhere was not measured
+    options = {n: v for n, v in lean.items() if on_cpu and hasattr(config, n)}
     # nothing can differ from the last call, so nothing need be checked
     trusting = getattr(torch.compiler, "skip_all_guards_unsafe", None)
     if trusting is not None: options["guard_filter_fn"] = trusting
@@ -279,7 +279,7 @@ class Workspace:
         self.flats = [flatten_parameters([*ps.values()]) for ps in groups]
         self.shapes = [{n: tuple(p.shape) for n, p in ps.items()} for ps in groups]
         self.loss = self._loss
-        if compiled: self.loss = _compile(self._loss)
+        if compiled: self.loss = _compile(self._loss, device)
 
     def logits(self, ids: Tensor, **how):
         "What the model makes of (B, T) ids, on views of the flat parameters."

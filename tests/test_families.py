@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import math
+import re
 import sys
 import tempfile
 import types
@@ -659,3 +660,14 @@ def test_schemes(name):
     others = [s for n, s in families.SCHEMES.items() if n != name]
     assert families.SCHEMES[name] not in others
     assert Decoder(config)(IDS).isfinite().all()
+
+
+def test_the_ledger_judges_the_claims_of_family_stress():
+    "The same pairs in both notebooks, in the same order."
+    folder = Path(__file__).parent.parent / "nbs"
+    def pairs(page, pattern):
+        cells = json.loads((folder / page).read_text("utf-8"))["cells"]
+        return re.findall(pattern, "".join("".join(c["source"]) for c in cells))
+    claims = pairs("experiments/family_stress.ipynb", r': \("(\w+)", "(\w+)"\),\n')
+    assert len(claims) == 5
+    assert pairs("ledger.ipynb", r'\("F\d", "(\w+)", "(\w+)", ') == claims

@@ -202,3 +202,11 @@ def test_qk_clip_of_latents(rank, alpha):
     torch.testing.assert_close(stats[1][0], torch.where(eta < 1, tau, stats[0][0]).float(), rtol=1e-5, atol=0)
     assert torch.equal(a.kv_a_proj.weight, shared)
     assert torch.equal(a.expand(*a.project(x, rope)[1:])[1], values)
+
+
+def test_qk_clip_refuses_values_that_are_the_keys():
+    attention = Attention(16, 2, attention_k_eq_v=True)
+    before = attention.k_proj.weight.clone()
+    with pytest.raises(ValueError, match="shrink the values too"):
+        qk_clip_(attention, torch.tensor([500.0, 1.0]))
+    assert torch.equal(attention.k_proj.weight, before)

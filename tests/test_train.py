@@ -235,6 +235,12 @@ def test_two_workspaces_share_nothing():
     assert all(torch.equal(x, f) for x, f in zip(before, a.flats))
 
 
+def test_trains_inside_no_grad_too():
+    "A graph compiled there would hold no gradients, for all runs to come."
+    with torch.no_grad(): inside = train(RUN)
+    same(inside, train(RUN))
+
+
 def test_evaluation_moves_nothing():
     model = Decoder(apply_method("sigma_reparam", TINY))
     before = {n: v.clone() for n, v in model.state_dict().items()}
