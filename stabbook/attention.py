@@ -265,8 +265,9 @@ def _set_rare(
     attn_temperature_scale: float | None = None,  # See `query_temperature` (Llama 4)
     attn_temperature_floor: int = 8192,
     qk_scale: bool = False,  # One gain (H, C) for both, after norm and RoPE (nGPT)
+    kv_shared: bool = False,  # Keys and values are another layer's (Gemma 4)
 ):
-    "Chunks, sinks, temperature, shared projections and shared gains."
+    "Chunks, sinks, temperature, shared projections, gains, keys and values."
     H, K, C = self.num_attention_heads, self.num_key_value_heads, self.head_dim
     for name, value in dict(attention_chunk_size=attention_chunk_size,
                             attn_temperature_floor=attn_temperature_floor).items():
@@ -276,6 +277,7 @@ def _set_rare(
         raise ValueError(f"qk_scale=True needs num_key_value_heads={K} to be "
                          f"num_attention_heads={H}: queries and keys share it")
     self.chunk, self.k_eq_v = attention_chunk_size, attention_k_eq_v
+    self.kv_shared = kv_shared
     self.sinks = nn.Parameter(torch.zeros(H)) if attention_sinks else None
     scale, self.temperature = attn_temperature_scale, None
     if scale is not None:
@@ -291,8 +293,9 @@ def _set_projections(self: Attention, linear, hidden_size, bias, out_bias):
     q, kv = (n * self.head_dim for n in (self.num_attention_heads,
                                          self.num_key_value_heads))
     self.q_proj = linear(hidden_size, q, bias=bias)
-    self.k_proj = linear(hidden_size, kv, bias=bias)
-    self.v_proj = None if self.k_eq_v else linear(hidden_size, kv, bias=bias)
+    own_k, own_v = not self.kv_shared, not (self.kv_shared or self.k_eq_v)
+    self.k_proj = linear(hidden_size, kv, bias=bias) if own_k else None
+    self.v_proj = linear(hidden_size, kv, bias=bias) if own_v else None
     self.o_proj = linear(q, hidden_size, bias=out_bias)
 
 def _set_norms(self: Attention, qk_norm, qk_norm_gain, v_norm, v_norm_gain,
@@ -309,6 +312,7 @@ def _set_norms(self: Attention, qk_norm, qk_norm_gain, v_norm, v_norm_gain,
     make = lambda kind, n, gain: kind and QKNorm(kind, n, C, gain=gain, **how)
     self.q_norm, self.k_norm = (make(qk_norm, n, qk_norm_gain) for n in (H, K))
     self.v_norm = make(v_norm, K, v_norm_gain)
+    if self.kv_shared: self.k_norm = self.v_norm = None
 
 Attention._set_projections, Attention._set_norms = _set_projections, _set_norms
 
@@ -317,8 +321,9 @@ def _project(
     self: Attention,
     x: Tensor,  # (B, T, D)
     rope: Callable[[Tensor], Tensor] | None = None,  # (B, T, H, C) -> (B, T, H, C)
-):  # Queries (B, T, H, C), keys and values (B, T, K, C)
+):  # Queries (B, T, H, C), keys and values (B, T, K, C); None where kv_shared
     "Project, normalise and rotate, in the order that was asked for."
+    if self.kv_shared: return _project_queries(self, x, rope), None, None
     heads = lambda y: y.unflatten(-1, (-1, self.head_dim))
     q, k = heads(self.q_proj(x)), heads(self.k_proj(x))
     v = k if self.v_proj is None else heads(self.v_proj(x))
@@ -329,6 +334,15 @@ def _project(
     if self.qk_scale is not None: q, k = q * self.qk_scale(), k * self.qk_scale()
     if self.v_norm is not None: v = self.v_norm(v)
     return q, k, v
+
+def _project_queries(self, x, rope):
+    "The same for a layer that has no keys and values of its own."
+    before, q = self.qk_norm_before_rope, self.q_proj(x)
+    q = q.unflatten(-1, (-1, self.head_dim))
+    if self.q_norm is not None and before: q = self.q_norm(q)
+    if rope is not None: q = rope(q)
+    if self.q_norm is not None and not before: q = self.q_norm(q)
+    return q if self.qk_scale is None else q * self.qk_scale()
 
 Attention.project = _project
 
@@ -412,9 +426,10 @@ def _forward(
 ) -> Tensor:  # (B, T, D)
     "Attend to everything up to and including oneself."
     q, k, v = self.project(x, rope)
+    if self.kv_shared: k, v = _of_another(self, cache)
+    elif cache is not None: k, v = cache.update(k, v)
     if self.temperature is not None:
-        q = query_temperature(q, *self.temperature, cache.length if cache else 0)
-    if cache is not None: k, v = cache.update(k, v)
+        q = query_temperature(q, *self.temperature, k.shape[1] - q.shape[1])
     q, k, v = (t.transpose(1, 2) for t in (q, *self.expand(k, v)))
     written_out = stats is not None or self.cap or self.clip or self.backend == "eager"
     y = (self.eager if written_out else self.sdpa)(q, k, v, mask, stats)
@@ -422,6 +437,17 @@ def _forward(
 
 Attention.forward = _forward
 Attention.expand = lambda self, k, v: (k, v)  # what the cache kept, as it attends
+
+def _of_another(self, cache):
+    "Keys and values that another layer has put into its cache."
+    here = self.num_key_value_heads, self.head_dim
+    if cache is None or cache.k is None:
+        raise ValueError("kv_shared=True needs the cache of the layer whose keys and "
+                         "values it uses, after that layer has run")
+    if (found := tuple(cache.k.shape[2:])) != here:
+        raise ValueError(f"kv_shared=True needs keys of (heads, head_dim)={here}, "
+                         f"and the cache holds {found}")
+    return cache.k, cache.v
 
 # %% ../nbs/05_attention.ipynb #7ba732b0
 class LatentAttention(Attention):
@@ -449,6 +475,9 @@ class LatentAttention(Attention):
             if kwargs.get(name):
                 raise ValueError(f"{name}={kwargs[name]!r} must be left out beside "
                                  "kv_lora_rank: here the norms stand on the latents")
+        if kwargs.get("kv_shared"):
+            raise ValueError("kv_shared=True must be left out beside kv_lora_rank: "
+                             "every layer makes its own keys of its own latent")
         self.latent = {**sizes, "q_lora_rank": q_lora_rank, "eps": latent_norm_eps}
         head_dim = qk_nope_head_dim + qk_rope_head_dim
         super().__init__(hidden_size, num_attention_heads, None, head_dim, **kwargs)

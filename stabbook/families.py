@@ -286,22 +286,38 @@ def lacking(
 _sliding, _whole = "sliding_attention", "full_attention"
 
 def _gemma4(c):
-    lacking(c, hidden_size_per_layer_input="per-layer embeddings",
-            num_kv_shared_layers="keys and values shared between layers",
-            enable_moe_block="Gemma's experts beside the MLP",
-            use_bidirectional_attention="attention in both directions")
-    L = c["num_hidden_layers"]
+    if c.get("use_bidirectional_attention") == "all":
+        lacking(c, use_bidirectional_attention="attention in both directions")
+    L, shared = c["num_hidden_layers"], c.get("num_kv_shared_layers") or 0
     kinds = c.get("layer_types") or ([_sliding] * 5 + [_whole]) * L
     kinds = [*kinds[:L - 1], _whole]  # Transformers insists on the last one
     window = dict(sliding_window=c["sliding_window"], **rope_fields(c, _sliding))
     layers = [window if k == _sliding else _gemma4_whole(c, i)
               for i, k in enumerate(kinds)]
+    if c.get("use_double_wide_mlp"):
+        wide = dict(intermediate_size=2 * c["intermediate_size"])
+        layers[L - shared:] = [{**layer, **wide} for layer in layers[L - shared:]]
     return dict(
         shared_fields(c, act="hidden_activation"), norm_placement="sandwich",
         cast_before_gain=False, qk_norm="rmsnorm", v_norm="rmsnorm",
         v_norm_gain="none", query_pre_attn_scalar=1.0, layer_scalar=True,
-        embed_scale=c["hidden_size"] ** 0.5,
-        final_logit_softcapping=c["final_logit_softcapping"], **pattern(layers))
+        embed_scale=c["hidden_size"] ** 0.5, num_kv_shared_layers=shared or None,
+        final_logit_softcapping=c["final_logit_softcapping"],
+        **_gemma4_more(c), **pattern(layers))
+
+# %% ../nbs/12_families.ipynb #23687920
+def _gemma4_more(c):
+    "What only some sizes have: an embedding for each layer, experts."
+    out, P, V = {}, c["hidden_size_per_layer_input"], c["vocab_size"]
+    if P and c["vocab_size_per_layer_input"] != V: raise ValueError(
+        f"vocab_size_per_layer_input={c['vocab_size_per_layer_input']} must be "
+        f"vocab_size={V}: both tables are asked for the same tokens")
+    if P: out["hidden_size_per_layer_input"] = P
+    if c.get("enable_moe_block"):
+        out.update({k: c[k] for k in ("num_experts", "moe_intermediate_size")},
+                   num_experts_per_tok=c["top_k_experts"], experts_beside_mlp=True,
+                   router_norm=True, router_expert_scale=True)
+    return out
 
 def _gemma4_whole(c, i):
     "A layer that sees everything: wider heads, a quarter of RoPE, perhaps no values."
@@ -314,16 +330,39 @@ def _gemma4_whole(c, i):
     return {**out, **own}
 
 # %% ../nbs/12_families.ipynb #e9ff0c6f
+_l, _besides = "model.layers.{}.", "layers.{}.mlp.beside."
+_gemma4_names = {
+    "layers.{}.scalar": _l + "layer_scalar",
+    "per_layer_embedding.table": "model.embed_tokens_per_layer",
+    "per_layer_embedding.proj": "model.per_layer_model_projection",
+    "per_layer_embedding.norm": "model.per_layer_projection_norm",
+    "layers.{}.per_layer.branch.gate_proj": _l + "per_layer_input_gate",
+    "layers.{}.per_layer.branch.down_proj": _l + "per_layer_projection",
+    "layers.{}.per_layer.norm_out": _l + "post_per_layer_input_norm",
+    _besides + "norm_first": _l + "post_feedforward_layernorm_1",
+    _besides + "norm_in": _l + "pre_feedforward_layernorm_2",
+    _besides + "norm_out": _l + "post_feedforward_layernorm_2",
+    _besides + "branch.router": _l + "router.proj",
+    _besides + "branch.router.norm.weight": _l + "router.scale",
+    _besides + "branch.router.expert_scale": _l + "router.per_expert_scale",
+    **{_besides + f"branch.experts.{p}": f"{_l}experts.{p}"
+       for p in ("gate_up_proj", "down_proj")}}
+
+# %% ../nbs/12_families.ipynb #21472246
 FAMILIES["gemma4"] = Family(
-    "Gemma 4", "Gemma4ForCausalLM", _gemma4,
-    {**_sandwich, **_qk, "layers.{}.scalar": "model.layers.{}.layer_scalar"},
+    "Gemma 4", "Gemma4ForCausalLM", _gemma4, {**_sandwich, **_qk, **_gemma4_names},
     dict(_gemma_class, vocab_size=262144, num_hidden_layers=30, sliding_window=512,
          final_logit_softcapping=None, global_head_dim=512, attention_k_eq_v=False,
-         hidden_size_per_layer_input=256, max_position_embeddings=131072,
+         hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144,
+         max_position_embeddings=131072,
          rope_parameters={_sliding: dict(rope_type="default", rope_theta=1e4),
                           _whole: dict(rope_type="proportional", rope_theta=1e6,
                                        partial_rotary_factor=0.25)}),
-    full=dict(hidden_size_per_layer_input=0),
+    full=dict(hidden_size=5376, intermediate_size=21504, num_hidden_layers=60,
+              num_attention_heads=32, num_key_value_heads=16, attention_k_eq_v=True,
+              num_global_key_value_heads=4, sliding_window=1024,
+              final_logit_softcapping=30.0, hidden_size_per_layer_input=0,
+              use_bidirectional_attention="vision", max_position_embeddings=262144),
     tiny=dict(TINY, head_dim=16, global_head_dim=32, attention_k_eq_v=True,
               num_global_key_value_heads=1, sliding_window=5,
               hidden_size_per_layer_input=0,
@@ -641,6 +680,9 @@ def build(
     layers = changes.get("num_hidden_layers", config.num_hidden_layers)
     if config.layer_pattern and len(config.layer_pattern) > layers:
         changes = {"layer_pattern": config.layer_pattern[:layers], **changes}
+    if (shared := config.num_kv_shared_layers) and layers < config.num_hidden_layers:
+        left = max(shared - (config.num_hidden_layers - layers), 0)
+        changes = {"num_kv_shared_layers": left or None, **changes}
     return Decoder(config.replace(**changes), seed)
 
 # %% ../nbs/12_families.ipynb #092cb2dd
@@ -958,9 +1000,13 @@ def from_pretrained(
 
 # %% ../nbs/12_families.ipynb #872746a0
 def _unused(config):
-    "Patterns of tensors that no decoder needs: extra layers that predict further."
+    "Patterns of tensors that no decoder needs, such as layers that predict further."
     first, extra = config["num_hidden_layers"], config.get("num_nextn_predict_layers")
+    shared = range(first - (config.get("num_kv_shared_layers") or 0), first)
     return [re.compile(rf"model\.layers\.{first + i}\.") for i in range(extra or 0)] + [
+        # Gemma 4's checkpoints hold keys and values that no layer uses
+        re.compile(rf"model\.layers\.{i}\.self_attn\.[kv]_(proj|norm)\.")
+        for i in shared] + [
         re.compile(r".*rotary_emb\.inv_freq$")] + [re.compile(
             r"(model\.)?(vision|audio|multi_modal|embed_vision|embed_audio)")
             for _ in range("text_config" in config)]

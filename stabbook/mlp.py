@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['gelu_tanh', 'ACTIVATIONS', 'GATED', 'CLAMPED', 'ROUTERS', 'relu2', 'clamped_swiglu', 'check_mlp', 'MLP',
-           'best_groups', 'Router', 'check_router', 'Experts', 'MoE']
+           'best_groups', 'Router', 'check_router', 'Experts', 'MoE', 'PerLayerGate']
 
 # %% ../nbs/06_mlp.ipynb #47499b07
 import math
@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .norms import LearnedScale, at_least_fp32, choice
+from .norms import LearnedScale, RMSNorm, at_least_fp32, choice
 
 # %% ../nbs/06_mlp.ipynb #4004cc0a
 def relu2(
@@ -127,6 +127,9 @@ class Router(nn.Module):
         topk_group: int | None = None,  # How many groups that are
         norm_topk_prob: bool = True,  # Weights of a token sum to routed_scaling_factor
         routed_scaling_factor: float = 1.0,
+        router_norm: bool = False,  # RMSNorm over √D before the scores (Gemma 4)
+        router_expert_scale: bool = False,  # A learned gain of each expert (Gemma 4)
+        norm_eps: float = 1e-6,  # Of that norm
     ):
         super().__init__()
         self.kind = choice("router", router, ROUTERS)
@@ -137,6 +140,9 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_experts)) if router_bias else None
         correction = torch.zeros(num_experts) if router_correction_bias else None
         self.register_buffer("correction_bias", correction)
+        self.norm = RMSNorm(hidden_size, norm_eps) if router_norm else None
+        scale = nn.Parameter(torch.ones(num_experts)) if router_expert_scale else None
+        self.expert_scale = scale
         nn.init.normal_(self.weight, std=0.02)
 
 # %% ../nbs/06_mlp.ipynb #54c170a9
@@ -145,6 +151,7 @@ def _route(
     x: Tensor,  # (N, D)
 ) -> tuple[Tensor, Tensor]:  # Weights (N, k) in fp32 or wider, experts (N, k)
     "Score, choose, weigh."
+    if self.norm is not None: x = self.norm(x) * x.shape[-1] ** -0.5
     bias = None if self.bias is None else at_least_fp32(self.bias)
     with torch.autocast(x.device.type, enabled=False):  # a choice is no rounding
         logits = F.linear(at_least_fp32(x), at_least_fp32(self.weight), bias)
@@ -155,7 +162,9 @@ def _route(
     experts = order.topk(self.k, -1).indices
     weights = scores.gather(-1, experts)
     if self.normalise: weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * self.factor, experts
+    weights = weights * self.factor
+    if self.expert_scale is not None: weights = weights * self.expert_scale[experts]
+    return weights, experts
 
 Router.forward = _route
 
@@ -281,7 +290,39 @@ class MoE(nn.Module):
     def forward(
         self,
         x: Tensor,  # (B, T, D)
+        seen: Tensor | None = None,  # (B, T, D) what the router looks at; None: x
     ) -> Tensor:  # (B, T, D)
         tokens = x.flatten(0, -2)
-        y = self.experts(tokens, *self.router(tokens), self.scale_input).view(x.shape)
+        routed = self.router(tokens if seen is None else seen.flatten(0, -2))
+        y = self.experts(tokens, *routed, self.scale_input).view(x.shape)
         return y if self.shared is None else y + self.shared(x)
+
+# %% ../nbs/06_mlp.ipynb #bda8a14d
+class PerLayerGate(nn.Module):
+    "A gated MLP whose other half is given: the layer's own embedding (Gemma 4)."
+    def __init__(
+        self,
+        hidden_size: int,  # D
+        hidden_size_per_layer_input: int,  # P, the width of what is given
+        activation: str = "geglu",  # Of the gate; as MLP takes it
+        *,
+        swiglu_alpha: float = 1.702,  # Of "clamped_swiglu"
+        swiglu_limit: float = 7.0,  # Of "clamped_swiglu"
+        linear: Callable[..., nn.Module] = nn.Linear,  # Or SigmaReparamLinear
+    ):
+        super().__init__()
+        P = hidden_size_per_layer_input
+        check_mlp(activation, swiglu_alpha, swiglu_limit, hidden_size=hidden_size,
+                  hidden_size_per_layer_input=P)
+        self.activation, self.clamp = activation, (swiglu_alpha, swiglu_limit)
+        self.gate_proj = linear(hidden_size, P, bias=False)
+        self.down_proj = linear(P, hidden_size, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,  # (B, T, D)
+        given: Tensor,  # (B, T, P)
+    ) -> Tensor:  # (B, T, D)
+        gate, plain = self.gate_proj(x), ACTIVATIONS.get(self.activation)
+        inner = gated(self, gate, given) if plain is None else plain(gate) * given
+        return self.down_proj(inner)

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import Attention, KVCache, LatentAttention
-from .embedding import Embedding
-from .mlp import ACTIVATIONS, CLAMPED, GATED, MLP, ROUTERS, Experts, MoE, Router
+from .embedding import Embedding, PerLayerEmbedding
+from .mlp import (ACTIVATIONS, CLAMPED, GATED, MLP, ROUTERS, Experts, MoE,
+                          PerLayerGate, Router)
 from .norms import NORMS, LearnedScale, Norm, choice, make_norm
 from .reparam import LayerScale, SigmaReparamLinear
 from .residual import ALIASES, PLACEMENTS, Block, ParallelBlock, placement
@@ -106,6 +107,11 @@ class ModelConfig:
     qk_scale: bool = False  # nGPT: one learned gain for queries and keys
     mlp_scale: bool = False  # nGPT: learned, on both halves of the MLP
     logit_gain: bool = False  # nGPT: learned, one number for each logit
+    num_kv_shared_layers: int | None = None  # Last layers without keys (Gemma 4 E2B)
+    hidden_size_per_layer_input: int | None = None  # P of an embedding for each layer
+    experts_beside_mlp: bool = False  # Gemma 4: experts and MLP in the same layer
+    router_norm: bool = False  # Gemma 4: RMSNorm over √D before the scores
+    router_expert_scale: bool = False  # Gemma 4: a learned gain of each expert
 
     def __post_init__(self): check_config(self)
 
@@ -161,7 +167,8 @@ def _is_clip(value) -> bool:
 WHOLE = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
          "layer_pattern", "embed_scale", "embedding_norm", "embedding_norm_gain",
          "final_norm", "final_logit_softcapping", "logit_scale", "tie_word_embeddings",
-         "initializer_range", "learned_positions", "logit_gain"}
+         "initializer_range", "learned_positions", "logit_gain", "num_kv_shared_layers",
+         "hidden_size_per_layer_input"}
 
 def check_pattern(value) -> tuple:
     "Each layer's changes as sorted pairs, checked field by field."
@@ -197,7 +204,14 @@ def check_config(
     if len(c.layer_pattern or ()) > c.num_hidden_layers:
         raise ValueError(f"layer_pattern has {len(c.layer_pattern)} layers, and must "
                          f"have num_hidden_layers={c.num_hidden_layers} at most")
+    kv_sources(c)
     c.layers  # each is a config, and refuses what can't be
+    if c.experts_beside_mlp and c.num_experts is None:
+        raise ValueError("experts_beside_mlp=True needs experts: num_experts=None must "
+                         "be at least 1")
+    if c.experts_beside_mlp and "parallel" in c.placements:
+        raise ValueError("experts_beside_mlp=True must be left out where 'parallel' "
+                         "covers the whole block: no norm stands behind its MLP")
     if c.sigma_reparam and c.num_experts is not None:
         raise ValueError("sigma_reparam=True must be left out beside num_experts="
                          f"{c.num_experts}: it does not reach the experts' weights")
@@ -227,6 +241,34 @@ def layers(self: ModelConfig) -> list[ModelConfig]:
 
 ModelConfig.layers = property(layers)
 
+# %% ../nbs/10_model.ipynb #56594012
+ATTENTION = ("qk_norm", "qk_norm_scope", "qk_norm_gain", "qk_norm_before_rope",
+             "qk_scale", "v_norm", "v_norm_gain", "norm_eps", "norm_bias",
+             "zero_centered_gain", "cast_before_gain", "attn_logit_softcapping",
+             "attn_logit_temperature", "attn_prob_clip", "query_pre_attn_scalar",
+             "sliding_window", "attention_chunk_size", "attention_sinks",
+             "attention_k_eq_v", "attn_temperature_scale", "attn_temperature_floor",
+             "attention_bias", "attention_out_bias")
+ALIKE = (*ATTENTION, "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling",
+         "partial_rotary_factor", "rope_interleaved")
+
+def kv_sources(c: ModelConfig) -> list[int]:
+    "The layer whose keys and values each layer uses; itself, if it has its own."
+    n, L = c.num_kv_shared_layers, c.num_hidden_layers
+    if n is None: return [*range(L)]
+    if n >= L: raise ValueError(
+        f"num_kv_shared_layers={n} must be below num_hidden_layers={L}")
+    if c.kv_lora_rank is not None: raise ValueError(
+        f"num_kv_shared_layers={n} must be left out beside kv_lora_rank="
+        f"{c.kv_lora_rank}: every layer makes its own keys of its own latent")
+    kinds = [tuple(getattr(each, name) for name in ALIKE) for each in c.layers]
+    last = {kind: i for i, kind in enumerate(kinds[:L - n])}
+    for i in range(L - n, L):
+        if kinds[i] not in last: raise ValueError(
+            f"num_kv_shared_layers={n} needs a layer before the last {n} that attends "
+            f"as layer {i} does, and layer_pattern={c.layer_pattern!r} has none")
+    return [*range(L - n), *(last[kind] for kind in kinds[L - n:])]
+
 # %% ../nbs/10_model.ipynb #1dc480fa
 class Decoder(nn.Module):
     "A decoder-only transformer; the only reader of ModelConfig."
@@ -242,7 +284,13 @@ class Decoder(nn.Module):
             embedding_norm=c.embedding_norm, embedding_norm_gain=c.embedding_norm_gain)
         self.position_embedding = None if c.learned_positions is None else Embedding(
             c.learned_positions, c.hidden_size)
-        self.layers = nn.ModuleList(self.layer(each) for each in c.layers)
+        P, L = c.hidden_size_per_layer_input, c.num_hidden_layers
+        self.per_layer_embedding = None if P is None else PerLayerEmbedding(
+            c.vocab_size, c.hidden_size, L, P, self.make_norm(c, P))
+        self.kv_sources = kv_sources(c)
+        self.layers = nn.ModuleList(
+            self.layer(each, kv_shared=source != i)
+            for i, (each, source) in enumerate(zip(c.layers, self.kv_sources)))
         self.norm = self.make_norm(c) if c.final_norm else None
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         self.ropes, self.rope_of = make_ropes(c, self.attentions)
@@ -252,36 +300,35 @@ class Decoder(nn.Module):
         self.reset_parameters(seed)
 
     @staticmethod
-    def make_norm(c: ModelConfig) -> nn.Module:
-        "A norm of the residual stream."
+    def make_norm(c: ModelConfig, dim: int | None = None) -> nn.Module:
+        "A norm of the residual stream, or of `dim` channels."
         gain = {} if c.norm_gain else dict(gain=False)
-        return make_norm(c.norm, c.hidden_size, c.norm_eps, bias=c.norm_bias, **gain,
+        return make_norm(c.norm, dim or c.hidden_size, c.norm_eps, bias=c.norm_bias,
+                         **gain,
                          zero_centered_gain=c.zero_centered_gain,
                          cast_before_gain=c.cast_before_gain)
 
-    @property
-    def attentions(self) -> list[Attention]:
-        "The attention of each layer, in order."
-        return [m for m in self.modules() if isinstance(m, Attention)]
+# %% ../nbs/10_model.ipynb #94c44224
+def attentions(self: Decoder) -> list[Attention]:
+    "The attention of each layer, in order."
+    return [m for m in self.modules() if isinstance(m, Attention)]
 
-    def make_cache(self) -> list[KVCache]:
-        "An empty cache for token-by-token decoding."
-        return [KVCache() for _ in self.layers]
+def make_cache(self: Decoder) -> list[KVCache]:
+    "An empty cache for each layer; layers that share keys and values share it."
+    caches = [KVCache() for _ in self.layers]
+    return [caches[source] for source in self.kv_sources]
+
+Decoder.attentions, Decoder.make_cache = property(attentions), make_cache
 
 # %% ../nbs/10_model.ipynb #d5b1adf6
 def make_attention(
     c: ModelConfig,
     linear=nn.Linear,  # Makes each projection
+    kv_shared: bool = False,  # Whether keys and values are another layer's
 ) -> Attention:
     "The attention of one block."
-    same = ("qk_norm", "qk_norm_scope", "qk_norm_gain", "qk_norm_before_rope",
-            "qk_scale", "v_norm", "v_norm_gain", "norm_eps", "norm_bias",
-            "zero_centered_gain", "cast_before_gain", "attn_logit_softcapping",
-            "attn_logit_temperature", "attn_prob_clip", "query_pre_attn_scalar",
-            "sliding_window", "attention_chunk_size", "attention_sinks",
-            "attention_k_eq_v", "attn_temperature_scale", "attn_temperature_floor",
-            "attention_bias", "attention_out_bias")
-    how = dict(linear=linear, **{n: getattr(c, n) for n in same})
+    how = dict(linear=linear, kv_shared=kv_shared,
+               **{n: getattr(c, n) for n in ATTENTION})
     if c.kv_lora_rank is None:
         return Attention(c.hidden_size, c.num_attention_heads, c.num_key_value_heads,
                          c.head_dim, **how)
@@ -294,35 +341,47 @@ def make_attention(
 def make_mlp(
     c: ModelConfig,
     linear=nn.Linear,  # Makes each projection
-) -> MLP | MoE:
-    "The feed-forward layer of one block."
+) -> tuple[MLP | MoE, MoE | None]:
+    "The feed-forward layer of one block, and the experts beside it."
     width = c.intermediate_size or 4 * c.hidden_size
-    how = dict(bias=c.mlp_bias, linear=linear, swiglu_alpha=c.swiglu_alpha,
-               swiglu_limit=c.swiglu_limit)
-    if c.num_experts is None:
-        return MLP(c.hidden_size, width, c.activation, mlp_scale=c.mlp_scale, **how)
+    clamp = dict(swiglu_alpha=c.swiglu_alpha, swiglu_limit=c.swiglu_limit)
+    how = dict(bias=c.mlp_bias, linear=linear, **clamp)
+    if c.num_experts is None or c.experts_beside_mlp:
+        mlp = MLP(c.hidden_size, width, c.activation, mlp_scale=c.mlp_scale, **how)
+    if c.num_experts is None: return mlp, None
     routing = ("num_shared_experts", "num_experts_per_tok", "router", "router_bias",
                "router_correction_bias", "n_group", "topk_group", "norm_topk_prob",
-               "routed_scaling_factor", "router_scales_input")
-    return MoE(c.hidden_size, c.moe_intermediate_size or width, c.num_experts,
-               c.activation, **how, **{n: getattr(c, n) for n in routing})
+               "routed_scaling_factor", "router_scales_input", "router_norm",
+               "router_expert_scale", "norm_eps")
+    moe = MoE(c.hidden_size, c.moe_intermediate_size or width, c.num_experts,
+              c.activation, **how, **{n: getattr(c, n) for n in routing})
+    return (mlp, moe) if c.experts_beside_mlp else (moe, None)
+
+def make_gate(c: ModelConfig, linear=nn.Linear) -> PerLayerGate | None:
+    "What lets the layer's own embedding in; None where there is none."
+    if c.hidden_size_per_layer_input is None: return None
+    return PerLayerGate(c.hidden_size, c.hidden_size_per_layer_input, c.activation,
+                        linear=linear, swiglu_alpha=c.swiglu_alpha,
+                        swiglu_limit=c.swiglu_limit)
 
 # %% ../nbs/10_model.ipynb #dc1e3896
 def make_layer(
     c: ModelConfig,
     linear=None,  # Makes each projection; None: as the config says
+    kv_shared: bool = False,  # Whether keys and values are another layer's
 ) -> nn.Module:  # (B, T, D), rope, mask, cache, stats -> (B, T, D)
     "One block."
     linear = linear or (SigmaReparamLinear if c.sigma_reparam else nn.Linear)
-    attention, mlp = make_attention(c, linear), make_mlp(c, linear)
+    attention = make_attention(c, linear, kv_shared)
+    mlp, beside = make_mlp(c, linear)
     norm = lambda: Decoder.make_norm(c)
     scale = lambda: (None if c.layer_scale_init is None
                      else LayerScale(c.hidden_size, c.layer_scale_init))
     first, second = c.placements
-    how = dict(make_scale=scale, scalar=c.layer_scalar)
+    how = dict(make_scale=scale, per_layer=make_gate(c, linear), scalar=c.layer_scalar)
     if first == "parallel": return ParallelBlock(attention, mlp, norm, **how)
     return Block(attention, mlp, norm, attention_norm_placement=first,
-                 mlp_norm_placement=second, **how)
+                 mlp_norm_placement=second, beside=beside, **how)
 
 Decoder.layer = staticmethod(make_layer)
 
@@ -358,7 +417,7 @@ def drawn(module: nn.Module) -> tuple[str, ...]:
     return ("weight",) if isinstance(module, plain) else ()
 
 STARTS = {"bias": 0, "gate_up_bias": 0, "down_bias": 0, "correction_bias": 0,
-          "sinks": 0, "gamma": 1, "scalar": 1}
+          "sinks": 0, "gamma": 1, "scalar": 1, "expert_scale": 1}
 
 def reset_rest(module: nn.Module):
     "What does not start at random numbers: biases, sinks, scalars."
@@ -427,12 +486,17 @@ def forward(
     if positions is None and (self.ropes or self.position_embedding is not None):
         start = 0 if cache is None else cache[0].length
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+    own = [None] * len(self.layers)  # each layer's own embedding
+    if self.per_layer_embedding is not None:
+        own = self.per_layer_embedding(ids, x).unbind(2)
     if self.position_embedding is not None: x = x + self.position_embedding(positions)
     turns = rotations or self.make_rotations(positions, x.dtype)
+    # layers that share keys and values pass them on in a cache, if only for this once
+    if cache is None and self.config.num_kv_shared_layers: cache = self.make_cache()
     stats = [] if return_stats else None
     for i, (layer, r) in enumerate(zip(self.layers, self.rope_of)):
         x = layer(x, None if r is None else turns[r], attention_mask,
-                  None if cache is None else cache[i], stats)
+                  None if cache is None else cache[i], stats, per_layer_input=own[i])
     if self.norm is not None: x = self.norm(x)
     logits = self.lm_head(x)
     if self.logit_gain is not None: logits = logits * self.logit_gain()

@@ -153,6 +153,9 @@ def qk_clip_(
     if attention.k_eq_v:
         raise ValueError("QK-clip would shrink the values too: with attention_k_eq_v "
                          "they are the projected keys")
+    if attention.kv_shared:
+        raise ValueError("QK-clip has no keys to shrink: with kv_shared they are "
+                         "another layer's")
     if isinstance(attention.o_proj, SigmaReparamLinear):
         raise ValueError("QK-clip has no effect beside sigma_reparam: dividing by "
                          "the largest singular value undoes the scale")

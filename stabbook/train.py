@@ -101,6 +101,8 @@ QK_CLIP_NOT_BESIDE = {
                       "any scale"),
     "attention_k_eq_v": ("would do more than it says", "the values are the keys, "
                          "and would shrink too"),
+    "num_kv_shared_layers": ("would do more than it says", "several layers use the "
+                             "same keys, and each would shrink them"),
 }
 
 # %% ../nbs/14_train.ipynb #904b7a52

@@ -659,3 +659,37 @@ def test_settings_of_families_are_refused_by_name(how, words):
 def test_latents_that_cannot_be(how, words):
     sizes = dict(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10)
     with pytest.raises(ValueError, match=words): LatentAttention(32, 4, **{**sizes, **how})
+
+
+@pytest.mark.parametrize("how", [dict(), dict(qk_norm="rmsnorm", qk_norm_before_rope=False),
+                                 dict(qk_norm="l2", qk_scale=True, num_key_value_heads=4),
+                                 dict(sliding_window=3, attention_sinks=True, backend="eager"),
+                                 dict(attn_temperature_scale=0.5, attn_temperature_floor=2)])
+def test_a_guest_with_its_hosts_queries_answers_as_the_host(how):
+    "All at once and token by token, from a cache that the host alone extends."
+    how = {"num_key_value_heads": 2, **how}
+    torch.manual_seed(0)
+    host, guest = Attention(32, 4, **how), Attention(32, 4, kv_shared=True, **how)
+    for p in host.parameters(): torch.nn.init.normal_(p, 0.3, 0.3)
+    lost, extra = guest.load_state_dict(host.state_dict(), strict=False)
+    assert not lost and {n.split(".")[0] for n in extra} <= {"k_proj", "v_proj", "k_norm"}
+    x, rope, cache = torch.randn(2, 9, 32), RotaryEmbedding(8), KVCache()
+    for at in torch.arange(9).split(1):
+        a, b = (layer(x[:, at], rope(at), cache=cache) for layer in (host, guest))
+        assert torch.equal(a, b)
+    assert cache.length == 9
+    host(x, rope(torch.arange(9)), cache=(whole := KVCache()))
+    torch.testing.assert_close(guest(x, rope(torch.arange(9)), cache=whole)[:, -1:], b)
+
+
+def test_a_guest_without_a_host_is_refused():
+    guest = Attention(32, 4, 2, kv_shared=True)
+    for cache in (None, KVCache()):
+        with pytest.raises(ValueError, match="kv_shared=True needs the cache"):
+            guest(torch.randn(1, 3, 32), cache=cache)
+    Attention(32, 4)(torch.randn(1, 3, 32), cache=(wide := KVCache()))
+    with pytest.raises(ValueError, match=r"head_dim\)=\(2, 8\), and the cache holds \(4, 8\)"):
+        guest(torch.randn(1, 3, 32), cache=wide)
+    with pytest.raises(ValueError, match="kv_shared=True must be left out beside kv_lora_rank"):
+        LatentAttention(32, 4, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4,
+                        v_head_dim=10, kv_shared=True)

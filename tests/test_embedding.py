@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from stabbook.embedding import Embedding, l2_embedding_norm
+from stabbook.embedding import Embedding, PerLayerEmbedding, l2_embedding_norm
 from stabbook.norms import RMSNorm
 
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
@@ -139,3 +139,26 @@ def test_bad_sizes_are_refused_by_name():
         Embedding(0, 8)
     with pytest.raises(ValueError, match="hidden_size=0 must be at least 1"):
         Embedding(8, 0)
+
+
+@torch.no_grad()
+def test_an_embedding_for_each_layer_by_hand():
+    torch.manual_seed(0)
+    each = PerLayerEmbedding(16, 8, 3, 4).double()
+    nn_gain = each.norm.weight.normal_()
+    ids, x = torch.tensor([[3, 1], [4, 1]]), torch.randn(2, 2, 8).double()
+    got = each(ids, x)
+    for layer in range(3):
+        part = slice(4 * layer, 4 * layer + 4)
+        table = each.table.weight[ids][..., part] * 2  # root of 4
+        y = x @ each.proj.weight[part].T / 8 ** 0.5
+        y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * nn_gain
+        torch.testing.assert_close(got[:, :, layer], (table + y) / 2 ** 0.5, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes,words", [
+    ((16, 8, 0, 4), "num_hidden_layers=0 must be at least 1"),
+    ((16, 8, 2, 0), "hidden_size_per_layer_input=0 must be at least 1"),
+    ((0, 8, 2, 4), "vocab_size=0 must be at least 1")])
+def test_sizes_of_an_embedding_for_each_layer(sizes, words):
+    with pytest.raises(ValueError, match=words): PerLayerEmbedding(*sizes)

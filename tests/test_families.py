@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import types
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,18 @@ STRESS = {
     "nanochat": dict(final_logit_softcapping=3.0),
 }
 HF = [n for n, f in FAMILIES.items() if f.architecture]
-each = pytest.mark.parametrize("name", HF)
+# What only some sizes of Gemma 4 have: E2B and E4B, 26B-A4B, and all at once
+E2B = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
+           num_kv_shared_layers=2, num_key_value_heads=1,
+           use_double_wide_mlp=True, hidden_size_per_layer_input=8, attention_k_eq_v=False,
+           vocab_size_per_layer_input=96)
+A4B = dict(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24)
+SIZES = {"gemma4_e2b": E2B, "gemma4_a4b": A4B,
+         "gemma4_all": {**E2B, **A4B, "attention_k_eq_v": True, "num_key_value_heads": 2}}
+ROWS = {**FAMILIES, **{n: replace(FAMILIES["gemma4"], tiny={**FAMILIES["gemma4"].tiny, **keys})
+                       for n, keys in SIZES.items()}}
+each_row = pytest.mark.parametrize("name", HF)
+each = pytest.mark.parametrize("name", [*HF, *SIZES])
 PAD = 4  # of the first sequence
 IDS = torch.randint(3, 96, (3, 19), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS).index_fill_(1, torch.arange(PAD), 0)
@@ -50,9 +61,9 @@ MASK[1:] = 1
 
 def reference(name, dtype=torch.float32, **changes):
     "Their model with random weights, gains, biases and buffers."
-    row = FAMILIES[name]
+    row = FAMILIES.get(name) or ROWS[name]
     cls = getattr(transformers, row.architecture)
-    keys = {**row.tiny, **STRESS.get(name, {}), **changes}
+    keys = {**row.tiny, **STRESS.get(of(name), {}), **changes}
     config = cls.config_class(**keys, pad_token_id=None, bos_token_id=1, eos_token_id=None,
                               attn_implementation="eager")
     config._experts_implementation = "eager"
@@ -64,8 +75,15 @@ def reference(name, dtype=torch.float32, **changes):
             if ("norm" in n or "scalar" in n) and not row.one_plus: p.add_(1)
     model = model.to(dtype)
     for n, p in model.named_buffers():  # made in fp32, whatever the dtype of the rest
-        if n.endswith("embed_scale"): p.fill_(config.hidden_size ** 0.5)
+        if n.endswith("embed_scale"):
+            p.fill_((config.hidden_size_per_layer_input if "per_layer" in n
+                     else config.hidden_size) ** 0.5)
     return model
+
+
+def of(name):
+    "The family of a row of ours or of one of its sizes."
+    return "gemma4" if name in SIZES else name
 
 
 HOME = tempfile.TemporaryDirectory(prefix="stabbook-families-")
@@ -177,10 +195,10 @@ def test_weights_there_and_back(name):
     ours = pair(name)[1]
     files, _ = families.checkpoint_files(folder(name))
     state = model_tensors(ours)
-    there = to_theirs(name, state)
+    there = to_theirs(of(name), state)
     assert set(there) == set(files)
     for n, t in there.items(): assert torch.equal(t, families.read_tensor(*files[n])), n
-    back = to_ours(name, there, ours.config)
+    back = to_ours(of(name), there, ours.config)
     assert all(torch.equal(back[n], t) for n, t in state.items())
     fresh = Decoder(ours.config)
     fresh.load_state_dict(back)
@@ -188,7 +206,7 @@ def test_weights_there_and_back(name):
 
 # ------------------------------------------------------------------ their config as ours
 
-@each
+@each_row
 def test_defaults_are_those_of_the_class(name):
     row = FAMILIES[name]
     theirs = getattr(transformers, row.architecture).config_class()
@@ -211,7 +229,7 @@ def test_defaults_are_those_of_the_class(name):
         assert key in row.defaults
 
 
-@each
+@each_row
 def test_an_empty_config_is_the_published_size(name):
     row = FAMILIES[name]
     theirs = getattr(transformers, row.architecture).config_class(**row.full)
@@ -560,15 +578,19 @@ TOWER = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attent
              image_size=28, patch_size=14)
 
 
+TOWER4 = dict(TOWER, num_key_value_heads=1, head_dim=8, global_head_dim=8)
+
+
 @pytest.mark.parametrize("name,model,vision,more", [
     ("gemma3", "Gemma3", TOWER, dict(mm_tokens_per_image=4)),
-    ("gemma4", "Gemma4", dict(TOWER, num_key_value_heads=1, head_dim=8, global_head_dim=8), {}),
+    ("gemma4", "Gemma4", TOWER4, {}), ("gemma4_e2b", "Gemma4", TOWER4, {}),
+    ("gemma4_all", "Gemma4", TOWER4, {}),
     ("llama4", "Llama4", dict(TOWER, vision_output_dim=8, projector_input_dim=8,
                               projector_output_dim=8), {}),
 ])
 def test_the_text_decoder_of_a_model_that_sees(name, model, vision, more, tmp_path):
     config = getattr(transformers, f"{model}Config")(
-        text_config=FAMILIES[name].tiny, vision_config=vision, **more)
+        text_config=ROWS[name].tiny, vision_config=vision, **more)
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{model}ForConditionalGeneration")(config).eval()
     ours = from_pretrained(saved(theirs, tmp_path))
@@ -577,6 +599,77 @@ def test_the_text_decoder_of_a_model_that_sees(name, model, vision, more, tmp_pa
     with torch.no_grad():
         got, want = ours(ids), theirs(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     assert want.std() > 0.01 and (got - want).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+def test_gemma4_with_vision_is_causal_on_text():
+    "Only tokens of one picture see each other; a text decoder sees none."
+    theirs = reference("gemma4_all", use_bidirectional_attention="vision")
+    assert torch.equal(theirs(IDS).logits, pair("gemma4_all")[0](IDS).logits)
+    assert (reference("gemma4", use_bidirectional_attention="all")(IDS).logits
+            - pair("gemma4")[0](IDS).logits).abs().max() > 1e-3
+
+
+def test_keys_that_no_layer_uses_are_left_out(tmp_path):
+    "As in the published E2B: layers that share have stored keys and values all the same."
+    from safetensors.torch import load_file, save_file
+    copied("gemma4_e2b", tmp_path / "m")
+    file, tensors = tmp_path / "m/model.safetensors", load_file(tmp_path / "m/model.safetensors")
+    more = {f"model.layers.3.self_attn.{n}.weight": torch.ones(3)
+            for n in ("k_proj", "v_proj", "k_norm", "v_norm")}
+    assert not more.keys() & tensors.keys()
+    save_file({**tensors, **more}, file, metadata={"format": "pt"})
+    assert from_pretrained(tmp_path / "m")
+    save_file({**tensors, "model.layers.3.self_attn.x_proj.weight": torch.ones(3)}, file,
+              metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="unknown: model.layers.3.self_attn.x_proj"):
+        from_pretrained(tmp_path / "m")
+
+
+def test_a_layer_that_shares_moves_the_keys_of_its_source():
+    model = copy.deepcopy(pair("gemma4_e2b")[1])
+    assert model.kv_sources == [0, 1, 0, 1]
+    cache = model.make_cache()
+    assert [cache[i] is cache[j] for i, j in enumerate(model.kv_sources)] == [True] * 4
+    keys = {n for n, _ in model.named_parameters() if "k_proj" in n}
+    assert keys == {f"layers.{i}.attention.branch.k_proj.weight" for i in range(2)}
+    # cut the source off from its own output: what is left comes from those that share
+    with torch.no_grad(): model.layers[1].attention.branch.o_proj.weight.zero_()
+    model(IDS).square().sum().backward()
+    assert model.layers[1].attention.branch.k_proj.weight.grad.abs().max() > 0
+
+
+@torch.no_grad()
+def test_the_source_is_the_last_layer_of_the_same_kind(tmp_path):
+    "Five layers in fp64: in fp32, rounding alone comes to 3e-5 there, theirs and ours."
+    kinds = [f"{k}_attention" for k in ("sliding", "sliding", "full", "sliding", "full")]
+    theirs = reference("gemma4_e2b", torch.float64, num_hidden_layers=5, layer_types=kinds)
+    ours = from_pretrained(saved(theirs, tmp_path))
+    assert ours.kv_sources == [0, 1, 2, 1, 2]
+    with no_casts(theirs): want = theirs(IDS).logits
+    assert (ours(IDS) - want).abs().max() <= 1e-12
+
+
+def test_stats_of_layers_that_share():
+    logits, stats = pair("gemma4_all")[1](IDS, return_stats=True)
+    assert stats.shape == (4, 2, 4) and stats.isfinite().all()
+    assert (logits - pair("gemma4_all")[1](IDS)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("layers,shared", [(4, 2), (3, 1), (2, None), (1, None), (8, 2)])
+def test_a_model_of_fewer_layers_keeps_the_first(layers, shared):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "gemma4", ROWS["gemma4_e2b"])
+        model = build("gemma4", num_hidden_layers=layers)
+    assert model.config.num_kv_shared_layers == shared and len(model.layers) == layers
+
+
+def test_sizes_of_one_family_answer_alike():
+    "The same row of the table, whatever stands beside the MLP and whoever shares keys."
+    want = probe(build("gemma4", num_hidden_layers=1))
+    for name in SIZES:
+        config = family("gemma4").config(ROWS[name].tiny).replace(attention_k_eq_v=True)
+        assert probe(Decoder(config)) == want, name
 
 
 def test_bad_folders(tmp_path):
@@ -597,8 +690,16 @@ def test_bad_folders(tmp_path):
 
 
 def test_what_gemma4_lacks_is_named():
-    with pytest.raises(ValueError, match="hidden_size_per_layer_input=256 needs per-layer"):
-        family("gemma4").config({})
+    read = lambda **keys: family("gemma4").config({**ROWS["gemma4_e2b"].tiny, **keys})
+    with pytest.raises(ValueError, match="use_bidirectional_attention='all' needs attention in"):
+        read(use_bidirectional_attention="all")
+    with pytest.raises(ValueError, match="vocab_size_per_layer_input=95 must be vocab_size=96"):
+        read(vocab_size_per_layer_input=95)
+    with pytest.raises(ValueError, match="num_kv_shared_layers=4 must be below num_hidden_layers"):
+        read(num_kv_shared_layers=4)
+    with pytest.raises(ValueError, match="num_kv_shared_layers=3 needs a layer before the last 3"):
+        read(num_kv_shared_layers=3)
+    assert read(use_bidirectional_attention="vision") == read()
     with pytest.raises(ValueError, match="no architectures"): family_of({})
 
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from stabbook.mlp import ACTIVATIONS, CLAMPED, GATED, MLP, MoE, gelu_tanh, relu2
+from stabbook.mlp import ACTIVATIONS, CLAMPED, GATED, MLP, MoE, PerLayerGate, Router, clamped_swiglu, gelu_tanh, relu2
 
 NAMES = (*ACTIVATIONS, *GATED, CLAMPED)
 every = pytest.mark.parametrize("name", NAMES)
@@ -264,3 +264,40 @@ def test_a_compiled_mixture_is_the_same(how):
     (dict(activation="gelu"), "activation='gelu' is not one of")])
 def test_mixtures_that_cannot_be(how, words):
     with pytest.raises(ValueError, match=words): MoE(16, 24, 8, **how)
+
+
+@torch.no_grad()
+def test_a_router_with_a_norm_and_gains_by_hand():
+    "RMSNorm, gain, over the root of D; softmax, best two, to one; a gain for each expert."
+    torch.manual_seed(0)
+    router = Router(16, 8, router_norm=True, router_expert_scale=True, norm_eps=1e-3).double()
+    for p in router.parameters(): p.normal_()
+    x = torch.randn(5, 16).double()
+    y = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * router.norm.weight / 4
+    p, chosen = (y @ router.weight.T).softmax(-1).topk(2)
+    weights, experts = router(x)
+    assert torch.equal(experts, chosen)
+    want = p / p.sum(-1, keepdim=True) * router.expert_scale[chosen]
+    torch.testing.assert_close(weights, want, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_experts_may_be_chosen_by_something_else():
+    torch.manual_seed(0)
+    moe, x, seen = MoE(16, 24, 8), torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    want = moe.experts(x.flatten(0, 1), *moe.router(seen.flatten(0, 1))).view(x.shape)
+    assert torch.equal(moe(x, seen), want) and torch.equal(moe(x, x), moe(x))
+    assert not torch.allclose(moe(x, seen), moe(x))
+
+
+@pytest.mark.parametrize("name", [*ACTIVATIONS, *GATED, CLAMPED])
+@torch.no_grad()
+def test_a_gate_for_what_is_given_is_a_gated_mlp(name):
+    torch.manual_seed(0)
+    gate, x, given = PerLayerGate(16, 4, name, swiglu_limit=0.5), torch.randn(2, 5, 16), torch.randn(2, 5, 4)
+    inner = gate.gate_proj(x)
+    if name in ACTIVATIONS: want = ACTIVATIONS[name](inner) * given
+    elif name in GATED: want = GATED[name](inner) * given
+    else: want = clamped_swiglu(inner, given, 1.702, 0.5)
+    assert torch.equal(gate(x, given), gate.down_proj(want))
+    with pytest.raises(ValueError, match="hidden_size_per_layer_input=0 must be"): PerLayerGate(16, 0)

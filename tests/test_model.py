@@ -48,6 +48,16 @@ VARIANTS = {
                    layer_pattern=({"sliding_window": 4}, dict(
                        head_dim=12, num_key_value_heads=2, attention_k_eq_v=True,
                        rope_scaling=dict(rope_type="proportional"), partial_rotary_factor=0.5))),
+    "gemma4_e2b": dict(num_hidden_layers=5, num_kv_shared_layers=2, hidden_size_per_layer_input=6,
+                       norm_placement="sandwich", qk_norm="rmsnorm", layer_scalar=True,
+                       activation="geglu", layer_scale_init=0.5, layer_pattern=(
+                           {"sliding_window": 4}, {"sliding_window": 4}, {"head_dim": 12},
+                           {"sliding_window": 4, "intermediate_size": 24}, {"head_dim": 12})),
+    "gemma4_a4b": dict(norm="rmsnorm", norm_placement="sandwich", activation="geglu",
+                       num_experts=4, moe_intermediate_size=24, experts_beside_mlp=True,
+                       num_shared_experts=1, router_norm=True, router_expert_scale=True),
+    "shared": dict(num_hidden_layers=3, num_kv_shared_layers=2, norm_placement="parallel",
+                   hidden_size_per_layer_input=6, attention_sinks=True, sigma_reparam=True),
     "nanochat": dict(norm="rmsnorm", norm_gain=False, embedding_norm="rmsnorm", logit_scale=0.5,
                      rope_scaling=dict(rope_type="linear", factor=-1.0), activation="relu2"),
     "ngpt": dict(norm_placement="ngpt", norm="l2", final_norm=False, qk_norm="l2", qk_scale=True,
@@ -141,7 +151,8 @@ def test_every_dtype(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["pre", "qk_norm_cap", "sigma_reparam", "qk_fc_norm",
-                                  "parallel", "gemma2", "llama4", "deepseek", "gpt_oss"])
+                                  "parallel", "gemma2", "llama4", "deepseek", "gpt_oss",
+                                  "gemma4_e2b", "gemma4_a4b"])
 def test_compiles_without_a_graph_break(name):
     model = shake(build(name)).train(name == "sigma_reparam")
     want = model(IDS)
@@ -154,6 +165,27 @@ def test_rotations_made_before_change_nothing(name):
     model = shake(build(name))
     made = model.make_rotations(torch.arange(IDS.shape[1]))
     assert torch.equal(model(IDS, rotations=made), model(IDS))
+
+
+def test_layers_that_share_have_the_cache_of_their_source():
+    model = shake(build("gemma4_e2b"))
+    assert model.kv_sources == [0, 1, 2, 1, 2]
+    cache = model.make_cache()
+    model(IDS, cache=cache)
+    assert cache[3] is cache[1] and cache[4] is cache[2] and cache[0] is not cache[1]
+    assert [c.length for c in cache] == [12] * 5
+    assert not any(".3.attention.branch.k" in n or ".4.attention.branch.v" in n
+                   for n in model.state_dict())
+
+
+def test_sharing_moves_no_other_draw():
+    "Nor does an embedding for each layer: what two models have in common starts equal."
+    plain, other = Decoder(TINY), Decoder(TINY.replace(num_kv_shared_layers=1,
+                                                       hidden_size_per_layer_input=4))
+    a, b = plain.state_dict(), other.state_dict()
+    assert all(torch.equal(a[n], b[n]) for n in a.keys() & b.keys())
+    assert {n for n in a.keys() - b.keys()} == {
+        f"layers.1.attention.branch.{p}_proj.weight" for p in "kv"}
 
 
 def test_ids_of_another_shape_are_refused():
@@ -271,7 +303,8 @@ WHOLE = dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_at
                        "attention_chunk_size", "attn_temperature_floor", "kv_lora_rank",
                        "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
                        "learned_positions", "num_experts", "num_experts_per_tok",
-                       "moe_intermediate_size", "num_shared_experts", "n_group", "topk_group"),
+                       "moe_intermediate_size", "num_shared_experts", "n_group", "topk_group",
+                       "num_kv_shared_layers", "hidden_size_per_layer_input"),
                       (0, -1, True, 1.5, NAN, "4", [4]))
 ABOVE = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "rope_theta",
                        "attn_logit_temperature", "query_pre_attn_scalar", "embed_scale",
@@ -284,7 +317,8 @@ FLAGS = dict.fromkeys(("norm_bias", "zero_centered_gain", "cast_before_gain", "f
                        "tie_word_embeddings", "attention_bias", "attention_out_bias",
                        "mlp_bias", "sigma_reparam", "attention_sinks", "attention_k_eq_v", "norm_gain",
                        "layer_scalar", "router_bias", "router_correction_bias", "norm_topk_prob",
-                       "router_scales_input", "qk_scale", "mlp_scale", "logit_gain"), (1, 0, "yes", None))
+                       "router_scales_input", "qk_scale", "mlp_scale", "logit_gain",
+                       "experts_beside_mlp", "router_norm", "router_expert_scale"), (1, 0, "yes", None))
 NAMES = dict.fromkeys(("activation", "norm", "norm_placement", "attention_norm_placement",
                        "mlp_norm_placement", "qk_norm", "qk_norm_scope", "qk_norm_gain",
                        "v_norm", "v_norm_gain", "embedding_norm", "router"), ("nonsense", 3, True, ""))
@@ -328,6 +362,17 @@ def test_bad_value_names_field_value_and_rule(field, value):
     (dict(num_experts=4), "activation='gelu' is not one of"),
     (dict(num_experts=4, activation="swiglu", num_experts_per_tok=5), "num_experts_per_tok=5"),
     (dict(num_experts=4, activation="swiglu", sigma_reparam=True), "sigma_reparam=True"),
+    (dict(num_kv_shared_layers=6), "num_kv_shared_layers=6 must be below num_hidden_layers=6"),
+    (dict(num_kv_shared_layers=1, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
+     "num_kv_shared_layers=1 must be left out beside kv_lora_rank=8"),
+    (dict(num_kv_shared_layers=5, layer_pattern=({}, {"rope_theta": None})),
+     "num_kv_shared_layers=5 needs a layer before the last 5 that attends as layer 1 does"),
+    (dict(layer_pattern=({"num_kv_shared_layers": 1},)), "field of layer_pattern='num_kv_shared_layers'"),
+    (dict(experts_beside_mlp=True), "experts_beside_mlp=True needs experts: num_experts=None must"),
+    (dict(experts_beside_mlp=True, num_experts=2, activation="swiglu", norm_placement="parallel"),
+     "experts_beside_mlp=True must be left out where 'parallel'"),
+    (dict(experts_beside_mlp=True, num_experts=2, activation="swiglu", norm_placement="ngpt", norm="l2"),
+     "mlp_norm_placement='ngpt' must be left out"),
 ])
 def test_fields_that_do_not_fit_together(fields, words):
     with pytest.raises(ValueError, match=words): ModelConfig(**fields)

@@ -54,7 +54,8 @@ FITS = {name: some(list(values)) for name, values in CHOICES.items()} | {
     "num_experts": maybe(st.integers(1, 4)), "num_experts_per_tok": st.integers(1, 3),
     "moe_intermediate_size": maybe(size), "num_shared_experts": maybe(st.integers(1, 2)),
     "n_group": maybe(some([1, 2])), "topk_group": maybe(some([1, 2])),
-    "routed_scaling_factor": scale}
+    "routed_scaling_factor": scale, "num_kv_shared_layers": maybe(st.just(1)),
+    "hidden_size_per_layer_input": maybe(some([1, 4]))}
 RUBBISH = some([0, -1, 1.5, 10 ** 400, True, None, math.nan, math.inf, -0.5, "4", "", [4],
                 (), b"x", 3 + 0j, "qknorm", "Rmsnorm", (0.5, 0), (1, 0.5), (1, math.nan),
                 np.float64("nan"), np.int64(0), np.float32(-1), object])

@@ -182,6 +182,8 @@ def test_clip_is_refused_where_it_would_do_nothing():
         qk_clip_(Attention(16, 2, qk_norm="l2"), torch.ones(2))
     with pytest.raises(ValueError, match="no effect beside sigma_reparam"):
         qk_clip_(Attention(16, 2, linear=SigmaReparamLinear), torch.ones(2))
+    with pytest.raises(ValueError, match="no keys to shrink: with kv_shared"):
+        qk_clip_(Attention(16, 2, kv_shared=True), torch.ones(2))
 
 
 @pytest.mark.parametrize("rank", [None, 12])

@@ -5,7 +5,8 @@ import torch.nn as nn
 
 from stabbook.norms import LayerNorm, RMSNorm
 from stabbook.reparam import LayerScale
-from stabbook.residual import ALIASES, PLACEMENTS, Block, ParallelBlock, Residual, placement
+from stabbook.residual import (ALIASES, PLACEMENTS, Beside, Block, ParallelBlock, Residual,
+                               placement)
 
 D = 24
 
@@ -112,3 +113,37 @@ def test_zero_branch_before_a_norm_has_a_gradient_of_one_over_root_eps():
             Residual(last, lambda: norm.double(), name)(h).sum().backward()
             grads.append(last.weight.grad.norm())
         assert (grads[1] / grads[0]).item() == pytest.approx(eps ** -0.5, rel=1e-6)
+
+
+class Product(nn.Module):
+    def forward(self, x, y): return x * y.abs()
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_branch_beside_another_reads_the_stream(name):
+    f, h, norm = nn.Linear(D, D), torch.randn(3, D), lambda: LayerNorm(D, 1e-5)
+    N = norm()
+    y = f(N(h) if name in ("pre", "sandwich") else h)
+    y = N(y) + N(N(h) * h.abs())
+    if name in ("reordered", "sandwich"): y = N(y)
+    want = N(h + y) if name == "post" else h + y
+    got = Residual(f, norm, name, beside=Beside(Product(), norm))(h)
+    torch.testing.assert_close(got, want)
+    block = Block(nn.Identity(), f, norm, attention_norm_placement="none",
+                  mlp_norm_placement=name, beside=Product())
+    torch.testing.assert_close(block(h / 2), want)
+    with pytest.raises(ValueError, match="mlp_norm_placement='ngpt' must be left out"):
+        Block(f, f, norm, mlp_norm_placement="ngpt", beside=Product())
+
+
+@pytest.mark.parametrize("kind", [Block, ParallelBlock])
+def test_blocks_end_with_the_layers_own_embedding_and_a_scalar(kind):
+    f, g, norm = nn.Linear(D, D), nn.Linear(D, D), lambda: LayerNorm(D, 1e-5)
+    scale = lambda: LayerScale(D, 0.5)
+    plain = kind(f, g, norm, make_scale=scale)
+    block = kind(f, g, norm, make_scale=scale, per_layer=Product(), scalar=True)
+    h, e = torch.randn(3, D), torch.randn(3, D)
+    block.scalar.fill_(0.25)
+    y = plain(h)
+    want = (y + 0.5 * norm()(y * e.abs())) / 4
+    torch.testing.assert_close(block(h, per_layer_input=e), want)

@@ -105,7 +105,7 @@ def test_qk_clip_beside_a_norm_is_refused():
 
 
 @pytest.mark.parametrize("changes", [
-    dict(sigma_reparam=True), dict(attention_k_eq_v=True),
+    dict(sigma_reparam=True), dict(attention_k_eq_v=True), dict(num_kv_shared_layers=1),
     dict(layer_pattern=({}, dict(qk_norm="l2")))])
 def test_qk_clip_is_refused_where_it_would_do_something_else(changes):
     "Also if one layer of a pattern alone is such."
