@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['gelu_tanh', 'ACTIVATIONS', 'GATED', 'CLAMPED', 'ROUTERS', 'relu2', 'clamped_swiglu', 'check_mlp', 'MLP',
-           'best_groups', 'Router', 'check_router', 'Experts', 'MoE', 'PerLayerGate']
+           'best_groups', 'Router', 'check_router', 'Experts', 'grouped_linear', 'grouped_outer', 'MoE', 'PerLayerGate']
 
 # %% ../nbs/06_mlp.ipynb #47499b07
 import math
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .norms import LearnedScale, RMSNorm, at_least_fp32, choice
+from .rope import PRECISIONS
 
 # %% ../nbs/06_mlp.ipynb #4004cc0a
 def relu2(
@@ -130,9 +131,11 @@ class Router(nn.Module):
         router_norm: bool = False,  # RMSNorm over √D before the scores (Gemma 4)
         router_expert_scale: bool = False,  # A learned gain of each expert (Gemma 4)
         norm_eps: float = 1e-6,  # Of that norm
+        router_precision: str = "fp32",  # One of PRECISIONS: see below
     ):
         super().__init__()
         self.kind = choice("router", router, ROUTERS)
+        self.precision = choice("router_precision", router_precision, PRECISIONS)
         self.k, self.groups = num_experts_per_tok, (n_group, topk_group)
         check_router(num_experts, self.k, n_group, topk_group)
         self.normalise, self.factor = norm_topk_prob, routed_scaling_factor
@@ -149,12 +152,13 @@ class Router(nn.Module):
 def _route(
     self: Router,
     x: Tensor,  # (N, D)
-) -> tuple[Tensor, Tensor]:  # Weights (N, k) in fp32 or wider, experts (N, k)
+) -> tuple[Tensor, Tensor]:  # Weights (N, k), experts (N, k)
     "Score, choose, weigh."
     if self.norm is not None: x = self.norm(x) * x.shape[-1] ** -0.5
-    bias = None if self.bias is None else at_least_fp32(self.bias)
+    cast = at_least_fp32 if self.precision == "fp32" else lambda t: t.to(x.dtype)
+    bias = None if self.bias is None else cast(self.bias)
     with torch.autocast(x.device.type, enabled=False):  # a choice is no rounding
-        logits = F.linear(at_least_fp32(x), at_least_fp32(self.weight), bias)
+        logits = at_least_fp32(F.linear(cast(x), cast(self.weight), bias))
     scores = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
     order = scores
     if self.correction_bias is not None: order = order + self.correction_bias
@@ -164,7 +168,7 @@ def _route(
     if self.normalise: weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights = weights * self.factor
     if self.expert_scale is not None: weights = weights * self.expert_scale[experts]
-    return weights, experts
+    return weights.to(x.dtype) if self.precision == "input" else weights, experts
 
 Router.forward = _route
 
@@ -222,42 +226,79 @@ def _visit(
     scale_input: bool = False,  # Weights multiply what goes in (Llama 4)
 ) -> Tensor:  # (N, D)
     "The weighted sum of what each token's experts answer."
-    if torch.compiler.is_compiling():
-        return _visit_all(self, x, weights, experts, scale_input)
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     token, w = order // experts.shape[1], weights.flatten()[order, None]
-    counts = flat.bincount(minlength=len(self.gate_up_proj)).tolist()
     rows = x[token]
     if scale_input: rows = rows * w.to(x.dtype)
-    matrices = (None if p is None else p.unbind() for p in (
-        self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias))
-    answers = torch.cat(list(_answers(self, rows.split(counts), *matrices)))
+    answer = _answer_in_one if torch.compiler.is_compiling() else _answer
+    answers = answer(self, rows, flat[order])
     if not scale_input: answers = (answers * w).to(x.dtype)
-    return torch.zeros_like(x).index_add_(0, token, answers)
+    return torch.zeros_like(x).index_add(0, token, answers.to(x.dtype))
 
-def _answers(self, blocks, gate_up, down, gate_up_bias, down_bias):
-    "Each expert's answer to its block of tokens."
-    for e, rows in enumerate(blocks):
-        if len(rows) == 0: continue
-        both = F.linear(rows, gate_up[e], gate_up_bias and gate_up_bias[e])
+def _answer(self, rows, expert):
+    "Each expert's answer to its block of rows."
+    counts = expert.bincount(minlength=len(self.gate_up_proj)).tolist()
+    gate_up, down, up_bias, down_bias = (None if p is None else p.unbind() for p in (
+        self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias))
+    answers = []
+    for e, block in enumerate(rows.split(counts)):
+        if len(block) == 0: continue
+        both = F.linear(block, gate_up[e], up_bias and up_bias[e])
         inner = gated(self, *both.chunk(2, -1))
-        yield F.linear(inner, down[e], down_bias and down_bias[e])
+        answers.append(F.linear(inner, down[e], down_bias and down_bias[e]))
+    return torch.cat(answers)
 
 Experts.forward = _visit
 
 # %% ../nbs/06_mlp.ipynb #7625671d
-def _visit_all(self: Experts, x, weights, experts, scale_input):
-    "The same sum with all experts at all tokens."
-    N, E = len(x), len(self.gate_up_proj)
-    w, chosen = (weights.new_zeros(N, E).scatter(1, experts, v).T[..., None]
-                 for v in (weights, torch.ones_like(weights)))  # (E, N, 1)
-    rows = x * w.to(x.dtype) if scale_input else x.expand(E, N, -1)
-    both = rows @ self.gate_up_proj.mT
-    if self.gate_up_bias is not None: both = both + self.gate_up_bias[:, None]
-    answers = gated(self, *both.chunk(2, -1)) @ self.down_proj.mT
-    if self.down_bias is not None: answers = answers + self.down_bias[:, None]
-    return (answers * (chosen if scale_input else w)).sum(0).to(x.dtype)
+@torch.library.custom_op("stabbook::grouped_linear", mutates_args=())
+def grouped_linear(
+    x: Tensor,  # (M, D), the rows of the first group, then of the second, …
+    weight: Tensor,  # (E, F, D)
+    counts: Tensor,  # (E,) integers, how many rows each group has; they sum to M
+) -> Tensor:  # (M, F)
+    "A linear layer with a matrix of its own for each group of rows."
+    return torch.cat([F.linear(*p) for p in zip(x.split(counts.tolist()), weight)])
+
+@torch.library.custom_op("stabbook::grouped_outer", mutates_args=())
+def grouped_outer(
+    g: Tensor,  # (M, F)
+    x: Tensor,  # (M, D)
+    counts: Tensor,  # (E,)
+) -> Tensor:  # (E, F, D): gᵀx of each group, the gradient of the weight
+    "One product for each group of rows."
+    sizes = counts.tolist()
+    return torch.stack([a.T @ b for a, b in zip(g.split(sizes), x.split(sizes))])
+
+# %% ../nbs/06_mlp.ipynb #71762c89
+@grouped_linear.register_fake
+def _(x, weight, counts): return x.new_empty(len(x), weight.shape[1])
+
+@grouped_outer.register_fake
+def _(g, x, counts): return x.new_empty(len(counts), g.shape[1], x.shape[1])
+
+def _grouped_backward(ctx, g):
+    x, weight, counts = ctx.saved_tensors
+    return grouped_linear(g, weight.mT, counts), grouped_outer(g, x, counts), None
+
+grouped_linear.register_autograd(
+    _grouped_backward, setup_context=lambda ctx, inputs, output:
+    ctx.save_for_backward(*inputs))
+
+# %% ../nbs/06_mlp.ipynb #42843325
+def _answer_in_one(self, rows, expert):
+    "The same answers in operations that torch.compile takes as they are."
+    E, device = len(self.gate_up_proj), rows.device
+    counts = (expert[:, None] == torch.arange(E, device=device)).sum(0)
+    half = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if half else rows.dtype
+    def layer(x, weight, bias):
+        y = grouped_linear(x.to(dtype), weight.to(dtype), counts)
+        return y if bias is None else y + bias.to(dtype)[expert]
+    both = layer(rows, self.gate_up_proj, self.gate_up_bias)
+    inner = gated(self, *both.chunk(2, -1))
+    return layer(inner, self.down_proj, self.down_bias)
 
 # %% ../nbs/06_mlp.ipynb #5ba1de3b
 class MoE(nn.Module):

@@ -237,10 +237,11 @@ def test_an_idle_expert_gets_a_gradient_of_zero():
 
 
 @pytest.mark.parametrize("how", [dict(activation="clamped_swiglu", bias=True, router_bias=True),
-                                 dict(router="sigmoid", router_scales_input=True, num_shared_experts=1)])
+                                 dict(router="sigmoid", router_scales_input=True, num_shared_experts=1),
+                                 dict(num_experts=40, num_experts_per_tok=1)])  # most have no token
 def test_a_compiled_mixture_is_the_same(how):
     torch.manual_seed(0)
-    moe = MoE(16, 24, 8, **how)
+    moe = MoE(16, 24, **{"num_experts": 8, **how})
     with torch.no_grad():
         for p in moe.parameters(): p.normal_(std=0.3)
     torch._dynamo.reset()
@@ -253,6 +254,9 @@ def test_a_compiled_mixture_is_the_same(how):
         grads.append([y.detach(), *(p.grad for p in moe.parameters())])
     for a, b in zip(*grads):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * a.abs().max().item())
+    with torch.autocast("cpu", torch.bfloat16): a, b = moe(inputs()), compiled(inputs())
+    assert a.dtype == b.dtype
+    torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * a.abs().max().item())
 
 
 @pytest.mark.parametrize("how,words", [
@@ -301,3 +305,14 @@ def test_a_gate_for_what_is_given_is_a_gated_mlp(name):
     else: want = clamped_swiglu(inner, given, 1.702, 0.5)
     assert torch.equal(gate(x, given), gate.down_proj(want))
     with pytest.raises(ValueError, match="hidden_size_per_layer_input=0 must be"): PerLayerGate(16, 0)
+
+
+def test_grouped_linear_is_an_operation_that_autograd_and_the_compiler_can_trust():
+    from stabbook.mlp import grouped_linear
+    x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
+    counts = torch.tensor([2, 0, 4, 1])
+    torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, counts), (x, weight))
+    torch.library.opcheck(grouped_linear, (x, weight, counts))
+    parts = [r @ w.T for r, w in zip(x.split(counts.tolist()), weight)]
+    torch.testing.assert_close(grouped_linear(x, weight, counts), torch.cat(parts))
