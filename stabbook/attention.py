@@ -363,15 +363,17 @@ Attention.limits, Attention.allowed = _limits, _allowed
 def _sdpa(self: Attention, q, k, v, mask, stats=None):
     "Fused attention: (B, H, T, C), (B, K, S, C) twice -> (B, H, T, C)."
     T, S = q.shape[2], k.shape[2]
-    causal = mask is None and T == S and self.limits(S) == (None, None)
+    plain = mask is None and self.limits(S) == (None, None)
     if self.sinks is not None: return _sdpa_with_sinks(self, q, k, v, mask)
     if v.shape[-1] < k.shape[-1]:  # fused kernels want equal widths
         wide = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
         return self.sdpa(q, k, wide, mask)[..., :v.shape[-1]]
-    allowed = None if causal else self.allowed(T, S, mask, q.device)
+    # one query, the last, sees all keys; as many queries as keys are plainly causal
+    allowed = None if plain and T in (1, S) else self.allowed(T, S, mask, q.device)
     grouped = self.num_attention_heads != self.num_key_value_heads
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=causal,
-                                          scale=self.scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=allowed, is_causal=allowed is None and T == S,
+        scale=self.scale, enable_gqa=grouped)
 
 Attention.sdpa = _sdpa
 
