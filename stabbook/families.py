@@ -182,7 +182,7 @@ FAMILIES = {"llama3": Family(
 # %% ../nbs/12_families.ipynb #36dc6b22
 def _olmo(c):
     return dict(shared_fields(c), norm_placement="reordered", qk_norm="rmsnorm",
-                qk_norm_scope="full", cast_before_gain=False)
+                qk_norm_scope="full", cast_before_gain=False, rope_precision="fp32")
 
 def _olmo3(c):
     whole, part = (rope_fields(c, f"{k}_attention") for k in ("full", "sliding"))
@@ -316,7 +316,8 @@ def _gemma4_more(c):
     if c.get("enable_moe_block"):
         out.update({k: c[k] for k in ("num_experts", "moe_intermediate_size")},
                    num_experts_per_tok=c["top_k_experts"], experts_beside_mlp=True,
-                   router_norm=True, router_expert_scale=True)
+                   router_norm=True, router_expert_scale=True,
+                   router_precision="mixed")
     return out
 
 def _gemma4_whole(c, i):
@@ -373,7 +374,8 @@ def _cohere(c):
     qk = dict(qk_norm="layernorm", qk_norm_gain="per_head") if c["use_qk_norm"] else {}
     return dict(shared_fields(c, eps="layer_norm_eps"), norm="layernorm",
                 norm_bias=False, norm_placement="parallel", cast_before_gain=False,
-                rope_interleaved=True, logit_scale=c["logit_scale"], **qk)
+                rope_interleaved=True, rope_precision="mixed",
+                logit_scale=c["logit_scale"], **qk)
 
 FAMILIES["command_r_plus"] = Family(
     "Command-R+", "CohereForCausalLM", _cohere,
@@ -467,7 +469,7 @@ def _minimax_m2(c):
     return dict(fields, qk_norm="rmsnorm", qk_norm_scope="full",
                 num_experts=c["num_local_experts"], router="sigmoid",
                 num_experts_per_tok=c["num_experts_per_tok"],
-                router_correction_bias=True)
+                router_precision="mixed", router_correction_bias=True)
 
 FAMILIES["minimax_m2"] = Family(
     "MiniMax-M2", "MiniMaxM2ForCausalLM", _minimax_m2,
@@ -538,6 +540,7 @@ def _gpt_oss(c):
     return dict(shared_fields(c), attention_sinks=True, cast_before_gain=False,
                 activation="clamped_swiglu", swiglu_alpha=c["swiglu_alpha"],
                 swiglu_limit=c["swiglu_limit"], mlp_bias=True, router_bias=True,
+                router_precision="input",
                 num_experts=c["num_local_experts"],
                 num_experts_per_tok=c["num_experts_per_tok"], **windows(c, 2))
 
@@ -581,10 +584,12 @@ def _llama4(c):
               for i in range(L)]
     qk = dict(qk_norm="rmsnorm", qk_norm_gain="none", qk_norm_before_rope=False)
     return dict(shared_fields(c), **(qk if c["use_qk_norm"] else {}),
-                rope_interleaved=True, attention_chunk_size=c["attention_chunk_size"],
+                rope_interleaved=True, rope_precision="fp32",
+                attention_chunk_size=c["attention_chunk_size"],
                 num_experts=c["num_local_experts"], router="sigmoid",
                 num_experts_per_tok=c["num_experts_per_tok"], num_shared_experts=1,
-                norm_topk_prob=False, router_scales_input=True, **pattern(layers))
+                router_precision="input", norm_topk_prob=False,
+                router_scales_input=True, **pattern(layers))
 
 # %% ../nbs/12_families.ipynb #551d07ce
 _l4 = "model.layers.{}.feed_forward."

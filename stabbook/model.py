@@ -24,7 +24,7 @@ from .mlp import (ACTIVATIONS, CLAMPED, GATED, MLP, ROUTERS, Experts, MoE,
 from .norms import NORMS, LearnedScale, Norm, choice, make_norm
 from .reparam import LayerScale, SigmaReparamLinear
 from .residual import ALIASES, PLACEMENTS, Block, ParallelBlock, placement
-from .rope import RotaryEmbedding, check_rope_scaling
+from .rope import PRECISIONS, RotaryEmbedding, check_rope_scaling
 from .softcap import softcap, z_loss
 
 # %% ../nbs/10_model.ipynb #0fda777a
@@ -112,6 +112,8 @@ class ModelConfig:
     experts_beside_mlp: bool = False  # Gemma 4: experts and MLP in the same layer
     router_norm: bool = False  # Gemma 4: RMSNorm over √D before the scores
     router_expert_scale: bool = False  # Gemma 4: a learned gain of each expert
+    rope_precision: str = "input"  # Of a half-precision rotation; OLMo: "fp32"
+    router_precision: str = "fp32"  # The same of a router; gpt-oss: "input"
 
     def __post_init__(self): check_config(self)
 
@@ -123,7 +125,8 @@ CHOICES = dict(
     v_norm=(*_norms, None), embedding_norm=(*_norms, None),
     norm_placement=_places, attention_norm_placement=(*_places, None),
     mlp_norm_placement=(*_places, None), qk_norm_scope=("head", "full"),
-    qk_norm_gain=_gains, v_norm_gain=_gains, router=ROUTERS)
+    qk_norm_gain=_gains, v_norm_gain=_gains, router=ROUTERS, rope_precision=PRECISIONS,
+    router_precision=PRECISIONS)
 
 def check_field(
     name: str,  # A field of ModelConfig
@@ -250,7 +253,7 @@ ATTENTION = ("qk_norm", "qk_norm_scope", "qk_norm_gain", "qk_norm_before_rope",
              "attention_k_eq_v", "attn_temperature_scale", "attn_temperature_floor",
              "attention_bias", "attention_out_bias")
 ALIKE = (*ATTENTION, "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling",
-         "partial_rotary_factor", "rope_interleaved")
+         "partial_rotary_factor", "rope_interleaved", "rope_precision")
 
 def kv_sources(c: ModelConfig) -> list[int]:
     "The layer whose keys and values each layer uses; itself, if it has its own."
@@ -352,7 +355,7 @@ def make_mlp(
     routing = ("num_shared_experts", "num_experts_per_tok", "router", "router_bias",
                "router_correction_bias", "n_group", "topk_group", "norm_topk_prob",
                "routed_scaling_factor", "router_scales_input", "router_norm",
-               "router_expert_scale", "norm_eps")
+               "router_expert_scale", "router_precision", "norm_eps")
     moe = MoE(c.hidden_size, c.moe_intermediate_size or width, c.num_experts,
               c.activation, **how, **{n: getattr(c, n) for n in routing})
     return (mlp, moe) if c.experts_beside_mlp else (moe, None)
@@ -395,7 +398,7 @@ def make_rope(
     return RotaryEmbedding(
         attention.rotary_head_dim, rope_theta=c.rope_theta,
         partial_rotary_factor=c.partial_rotary_factor, interleaved=c.rope_interleaved,
-        rope_scaling=c.rope_scaling)
+        rope_scaling=c.rope_scaling, rope_precision=c.rope_precision)
 
 def make_ropes(
     c: ModelConfig,

@@ -204,6 +204,79 @@ def test_weights_there_and_back(name):
     fresh.load_state_dict(back)
 
 
+# ------------------------------------------------------------------ half precision
+
+@functools.cache
+def half(name):
+    "Theirs in bf16 as a user loads it: weights rounded, frequencies and corrections not."
+    cls = getattr(transformers, ROWS[name].architecture)
+    where = saved(reference(name, torch.bfloat16), f"{HOME.name}/{name}-half")
+    theirs = cls.from_pretrained(where, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    theirs.config._experts_implementation = "eager"
+    return theirs, from_pretrained(where)
+
+
+def eager(model):
+    "Ours with the attention written out, as theirs is."
+    for a in (model := copy.deepcopy(model)).attentions: a.backend = "eager"
+    return model
+
+
+def one_by_one(self, dim, index, source):
+    "index_add_ that rounds after each row; the real one rounds once, at the end."
+    for i, row in zip(index.tolist(), source): self[i] += row
+    return self
+
+
+def softmax_in_fp32(module, query, key, value, attention_mask, scaling, **how):
+    "Theirs for gpt-oss, without its subtraction of the largest logit in bf16."
+    k, v = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    z = query @ k.transpose(-1, -2) * scaling + attention_mask
+    sinks = module.sinks[:, None, None].expand(*z.shape[:-1], 1)
+    p = torch.cat((sinks, z), -1).softmax(-1, dtype=torch.float32)[..., 1:]
+    return (p.to(z.dtype) @ v).transpose(1, 2).contiguous(), None
+
+
+def bias_last(x, weight, bias=None):
+    "F.linear of experts that rounds before it adds the bias, as theirs of gpt-oss do."
+    if bias is None or len(weight) == 8: return F.linear(x, weight, bias)  # a router's
+    return F.linear(x, weight) + bias
+
+
+@each
+@torch.no_grad()
+def test_every_bit_in_half_precision(name, monkeypatch):
+    """Where the same things are rounded at the same places
+
+    Three things are not: we add up the answers of experts in fp32, they round after each; we
+    add an expert's bias before we round; and their gpt-oss subtracts the largest logit in bf16,
+    which, as a comment there says, its first release did not do."""
+    from stabbook import mlp
+    from transformers.models.gpt_oss import modeling_gpt_oss
+    narrow = types.ModuleType("functional")
+    narrow.__getattr__ = lambda name: getattr(F, name)
+    narrow.linear = bias_last
+    monkeypatch.setattr(mlp, "F", narrow)
+    monkeypatch.setattr(torch.Tensor, "index_add_", one_by_one)
+    monkeypatch.setattr(torch.Tensor, "index_add", lambda t, *how: one_by_one(t.clone(), *how))
+    monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", softmax_in_fp32)
+    theirs, ours = half(name)
+    want, got = theirs(IDS).logits, eager(ours)(IDS)
+    assert want.dtype == got.dtype == torch.bfloat16
+    assert torch.equal(got, want), ((got != want).float().mean(), (got - want).abs().max())
+
+
+@each
+@torch.no_grad()
+def test_as_far_from_the_truth_in_half_precision(name):
+    "Nothing patched, both kinds of attention; a token that visits another expert counts most."
+    theirs, ours = half(name)
+    exact = from_pretrained(f"{HOME.name}/{name}-half", dtype=torch.float32)(IDS)
+    error = lambda logits: (logits.float() - exact).abs().mean().item()
+    bound = 2 * error(theirs(IDS).logits)
+    assert error(eager(ours)(IDS)) <= bound and error(ours(IDS)) <= bound
+
+
 # ------------------------------------------------------------------ their config as ours
 
 @each_row

@@ -316,3 +316,29 @@ def test_grouped_linear_is_an_operation_that_autograd_and_the_compiler_can_trust
     torch.library.opcheck(grouped_linear, (x, weight, counts))
     parts = [r @ w.T for r, w in zip(x.split(counts.tolist()), weight)]
     torch.testing.assert_close(grouped_linear(x, weight, counts), torch.cat(parts))
+
+
+@torch.no_grad()
+def test_three_ways_to_round_a_router():
+    "Scores from fp32; scores rounded; scores and weights rounded. In fp32 all are one."
+    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    def run(precision, dtype=torch.bfloat16):
+        torch.manual_seed(0)
+        router = Router(16, 8, router_bias=True, router_precision=precision)
+        torch.nn.init.normal_(router.weight); torch.nn.init.normal_(router.bias)
+        return router.to(dtype), *router.to(dtype)(x.to(dtype))
+    router, weights, chosen = run("fp32")
+    w, b = router.weight, router.bias
+    p, top = torch.nn.functional.linear(x.float(), w.float(), b.float()).softmax(-1).topk(2)
+    assert torch.equal(chosen, top) and weights.dtype == torch.float32
+    assert torch.equal(weights, p / (p.sum(-1, keepdim=True) + 1e-20))
+    p, top = torch.nn.functional.linear(x, w, b).float().softmax(-1).topk(2)
+    _, weights, chosen = run("mixed")
+    assert torch.equal(chosen, top) and weights.dtype == torch.float32
+    assert torch.equal(weights, p / (p.sum(-1, keepdim=True) + 1e-20))
+    _, rounded, chosen = run("input")
+    assert torch.equal(chosen, top) and torch.equal(rounded, weights.bfloat16())
+    for dtype in (torch.float32, torch.float64):
+        a, b, c = (run(p, dtype)[1] for p in ("fp32", "mixed", "input"))
+        assert a.dtype == dtype and torch.equal(a, b) and torch.equal(a, c)
+    with pytest.raises(ValueError, match="router_precision='bf16' is not one of"): run("bf16")

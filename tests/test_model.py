@@ -188,6 +188,19 @@ def test_sharing_moves_no_other_draw():
         f"layers.1.attention.branch.{p}_proj.weight" for p in "kv"}
 
 
+@pytest.mark.parametrize("name", ["gemma2", "llama4", "gpt_oss", "gemma4_a4b"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_precisions_change_no_bit_of_a_wide_model(name, dtype):
+    "And some of a narrow one."
+    want, half = [], []
+    for p in ("input", "mixed", "fp32"):
+        model = shake(build(name, rope_precision=p, router_precision=p))
+        half.append(model.bfloat16()(IDS))
+        want.append(shake(build(name, rope_precision=p, router_precision=p)).to(dtype)(IDS))
+    assert torch.equal(want[0], want[1]) and torch.equal(want[0], want[2])
+    assert not torch.equal(half[0], half[2])
+
+
 def test_ids_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"ids has shape \(12,\), it must be \(B, T\)"):
         build("pre")(IDS[0])
@@ -321,7 +334,8 @@ FLAGS = dict.fromkeys(("norm_bias", "zero_centered_gain", "cast_before_gain", "f
                        "experts_beside_mlp", "router_norm", "router_expert_scale"), (1, 0, "yes", None))
 NAMES = dict.fromkeys(("activation", "norm", "norm_placement", "attention_norm_placement",
                        "mlp_norm_placement", "qk_norm", "qk_norm_scope", "qk_norm_gain",
-                       "v_norm", "v_norm_gain", "embedding_norm", "router"), ("nonsense", 3, True, ""))
+                       "v_norm", "v_norm_gain", "embedding_norm", "router", "rope_precision",
+                       "router_precision"), ("nonsense", 3, True, ""))
 BAD = [(f, v) for table in (WHOLE, ABOVE, FLAGS, NAMES) for f, vs in table.items() for v in vs]
 BAD += [(f, v) for f in ("norm_eps", "latent_norm_eps") for v in (-1e-6, NAN, INF, True, "1e-5", None)]
 BAD += [("rope_scaling", v) for v in ({}, 3, "yarn", dict(factor=2.0), dict(rope_type="linear"))]

@@ -6,7 +6,7 @@ import torch
 
 from stabbook.norms import L2Norm, LayerNorm, RMSNorm
 from stabbook.rope import (RotaryEmbedding, check_rope_scaling, rope_frequencies,
-                           rotary_angles, rotate_pairs)
+                           rotary_angles, rotate_pairs, swap_pairs)
 
 B, T, H, C = 2, 7, 3, 16
 layouts = pytest.mark.parametrize("interleaved", [False, True])
@@ -317,3 +317,25 @@ def test_angles_have_both_channels_of_a_pair():
     f = torch.tensor([1.0, 0.5])
     assert rotary_angles(torch.tensor([2]), f).tolist() == [[[2, 1, 2, 1]]]
     assert rotary_angles(torch.tensor([2]), f, True).tolist() == [[[2, 2, 1, 1]]]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_three_ways_to_round_a_rotation(interleaved):
+    "By hand, on complex numbers' real parts; in fp32 all three are one."
+    q, at = queries(torch.bfloat16), torch.arange(9)
+    make = lambda p: RotaryEmbedding(q.shape[-1], interleaved=interleaved, rope_precision=p)
+    at = torch.arange(q.shape[1])
+    plain = make("input")(at)
+    cos, turn, other = plain.cos, plain.turn, swap_pairs(q, interleaved)
+    rounded = cos.bfloat16(), turn.bfloat16()
+    assert torch.equal(plain(q), q * rounded[0] + other * rounded[1])
+    mixed = q.float() * rounded[0].float() + other.float() * rounded[1].float()
+    assert torch.equal(make("mixed")(at)(q), mixed.bfloat16())
+    assert torch.equal(make("fp32")(at)(q), (q.float() * cos + other.float() * turn).bfloat16())
+    for dtype in (torch.float32, torch.float64):
+        wide = queries(dtype)
+        want = make("input")(at, dtype)(wide)
+        assert want.dtype == dtype
+        for p in ("mixed", "fp32"): assert torch.equal(make(p)(at, dtype)(wide), want)
+    with pytest.raises(ValueError, match="rope_precision='bf16' is not one of input, mixed, fp32"):
+        make("bf16")
