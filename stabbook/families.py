@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mode
 
 import torch
 from torch import Tensor
@@ -253,6 +254,7 @@ def _gemma3(c):
     if "sliding_attention" not in (c.get("rope_parameters") or {}):
         part = dict(part, rope_theta=c["rope_local_base_freq"], rope_scaling=None)
     every = c.get("sliding_window_pattern", 6)
+    lacking(c, use_bidirectional_attention="attention in both directions")
     return {**_gemma(c), **whole, "qk_norm": "rmsnorm", **windows(c, every, part)}
 
 _gemma_class = dict(
@@ -286,7 +288,7 @@ def lacking(
 _sliding, _whole = "sliding_attention", "full_attention"
 
 def _gemma4(c):
-    if c.get("use_bidirectional_attention") == "all":
+    if c.get("use_bidirectional_attention") != "vision":  # within a picture alone
         lacking(c, use_bidirectional_attention="attention in both directions")
     L, shared = c["num_hidden_layers"], c.get("num_kv_shared_layers") or 0
     kinds = c.get("layer_types") or ([_sliding] * 5 + [_whole]) * L
@@ -768,6 +770,15 @@ def model_tensors(
     if model.config.tie_word_embeddings: state.pop("lm_head.weight", None)
     return state
 
+def _without_head(name, theirs, read, where):
+    "Of tied weights that hold the head too, all but the head; it has to be the same."
+    weights = family(name).weights
+    head, table = (weights.get(k, k) + ".weight" for k in ("lm_head", "embedding"))
+    if not {head, table} <= set(theirs): return theirs
+    if not torch.equal(read(theirs[head]), read(theirs[table])): raise ValueError(
+        f"{where}: tie_word_embeddings is true, but {head} is not {table}")
+    return {n: t for n, t in theirs.items() if n != head}
+
 def to_ours(
     name: str,  # A key of FAMILIES
     theirs: dict,  # Their name -> tensor; ValueError names what doesn't fit
@@ -775,6 +786,8 @@ def to_ours(
 ) -> dict:  # Our name -> tensor, for load_state_dict
     "Their weights as ours."
     with torch.device("meta"): state = model_tensors(Decoder(config))
+    if config.tie_word_embeddings:
+        theirs = _without_head(name, theirs, lambda t: t, "the state dict")
     check_tensors(to_theirs(name, state), {n: t.shape for n, t in theirs.items()})
     out = {}
     for mine, there, fold in rules(name, state):
@@ -962,17 +975,24 @@ def _read_config(folder):
         f"{path} has a quantization_config; quantised checkpoints are not supported")
     return config
 
-def _check_dtypes(files, wanted):
-    "All tensors of one dtype; a router's correction may be wider."
-    for name, (path, dtype, *_) in files.items():
-        if dtype != wanted and "correction_bias" not in name: raise ValueError(
-            f"{path}: {name} is {dtype}, the checkpoint is {wanted}; give a dtype "
-            "to convert all tensors")
+def _may_be_wide(config, ours):
+    "Is this a router's tensor, which stays in fp32 beside half precision?"
+    return ours.endswith(".router.correction_bias") or (
+        ours.endswith(".router.weight") and config.router_precision == "fp32")
+
+def _check_dtypes(name, config, state, files, wanted):
+    "All tensors of one dtype; what a router chooses by may be fp32."
+    wide = {n for mine, there, _ in rules(name, state) for n in there
+            if _may_be_wide(config, mine[0])}
+    for n, (path, dtype, *_) in files.items():
+        if dtype == wanted or n in wide and dtype == torch.float32: continue
+        raise ValueError(f"{path}: {n} is {dtype}, the checkpoint is {wanted}; give a "
+                         "dtype to convert all tensors")
 
 def _dtype_of(config, files):
-    "The dtype that config.json states, or that of the first tensor."
+    "The dtype that config.json states, or that of most tensors."
     stated = config.get("dtype") or config.get("torch_dtype")
-    return getattr(torch, stated) if stated else next(iter(files.values()))[1]
+    return getattr(torch, stated) if stated else mode(f[1] for f in files.values())
 
 # %% ../nbs/12_families.ipynb #b69258a4
 def from_pretrained(
@@ -990,11 +1010,14 @@ def from_pretrained(
     unused = _unused({**family(name).defaults, **theirs})
     files = {text_name(n): f for n, f in files.items()
              if not any(u.match(n) for u in unused)}
+    if config.tie_word_embeddings:
+        files = _without_head(name, files, lambda f: read_tensor(*f), str(folder))
     with torch.device("meta"): model = Decoder(config)
     state = model_tensors(model)
     check_tensors(to_theirs(name, state), {n: f[2] for n, f in files.items()},
                   str(folder))
-    if dtype is None: _check_dtypes(files, _dtype_of(theirs, files))
+    if dtype is None:
+        _check_dtypes(name, config, state, files, _dtype_of(theirs, files))
     stored = one_plus(name, about, gain)
     if gain is None: _check_gains(name, stored, files)
     if stored != config.zero_centered_gain:
@@ -1021,8 +1044,10 @@ def _fill(model, name, state, files, dtype, device):
     filled = {}
     for mine, there, fold in rules(name, state):
         tensors = fold.ours([read_tensor(*files[n]) for n in there])
-        filled.update({m: t.to(device=device, dtype=dtype)
-                       for m, t in zip(mine, tensors)})
+        for m, t in zip(mine, tensors):
+            half = dtype in (torch.bfloat16, torch.float16)
+            wide = half and t.dtype.itemsize > 2 and _may_be_wide(model.config, m)
+            filled[m] = t.to(device=device, dtype=torch.float32 if wide else dtype)
     if model.config.tie_word_embeddings:
         filled["lm_head.weight"] = filled["embedding.weight"]
     model.load_state_dict(filled, assign=True)

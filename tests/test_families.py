@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from stabbook import families
 from stabbook.attention import Attention
 from stabbook.families import (FAMILIES, build, family, family_of, from_pretrained,
-                               model_tensors, probe, to_ours, to_theirs)
+                               model_tensors, probe, text_part, to_ours, to_theirs)
 from stabbook.model import Decoder, ModelConfig
 from stabbook.sweep import change
 from stabbook.train import Run
@@ -845,3 +845,66 @@ def test_the_ledger_judges_the_claims_of_family_stress():
     claims = pairs("experiments/family_stress.ipynb", r': \("(\w+)", "(\w+)"\),\n')
     assert len(claims) == 5
     assert pairs("ledger.ipynb", r'\("F\d", "(\w+)", "(\w+)", ') == claims
+
+
+def test_a_tied_checkpoint_may_hold_its_head_too(tmp_path):
+    from safetensors.torch import load_file, save_file
+    file = copied("gemma2", tmp_path / "m") / "model.safetensors"
+    there, head, table = load_file(file), "lm_head.weight", "model.embed_tokens.weight"
+    assert head not in there
+    plain = from_pretrained(tmp_path / "m")
+    save_file({**there, head: there[table].clone()}, file, metadata={"format": "pt"})
+    model = from_pretrained(tmp_path / "m")
+    assert model.lm_head.weight is model.embedding.weight
+    assert torch.equal(model(IDS), plain(IDS))
+    save_file({**there, head: there[table] + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lm_head.weight is not model.embed_tokens.weight"):
+        from_pretrained(tmp_path / "m")
+    ours = to_ours("gemma2", reference("gemma2").state_dict(), model.config)
+    assert torch.equal(ours["lm_head.weight"], there[table])
+
+
+def test_what_a_router_chooses_by_is_not_rounded(tmp_path):
+    from safetensors.torch import load_file, save_file
+    file = copied("glm45", tmp_path / "m") / "model.safetensors"
+    there = load_file(file)
+    routers = {n for n in there if ".mlp.gate." in n}
+    assert len(routers) == 2, routers  # the weight and the correction of the sparse layer
+    mixed = {n: t if n in routers else t.bfloat16() for n, t in there.items()}
+    save_file(mixed, file, metadata={"format": "pt"})
+    for stated in ("bfloat16", None):  # a config need not say it
+        edit(tmp_path / "m", dtype=stated, torch_dtype=None)
+        for dtype in (None, torch.bfloat16):
+            back = to_theirs("glm45", from_pretrained(tmp_path / "m", dtype=dtype).state_dict())
+            assert all(torch.equal(back[n], t) and back[n].dtype == t.dtype for n, t in mixed.items())
+    rest = next(n for n in mixed if n.endswith("q_proj.weight"))
+    save_file({**mixed, rest: there[rest]}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="q_proj.weight is torch.float32, the checkpoint is torch.bfloat16"):
+        from_pretrained(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_attention_in_both_directions_is_refused(name):
+    row = family(name)
+    for key in ({}, {"use_bidirectional_attention": None}): assert row.config({**row.tiny, **key})
+    for value in (True, "all"):
+        with pytest.raises(ValueError, match=f"use_bidirectional_attention={value!r} needs"):
+            row.config({**row.tiny, "use_bidirectional_attention": value})
+
+
+# what published checkpoints say of themselves, without the keys that no decoder reads; the
+# numbers of weights are those of Transformers' own classes
+PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_gives_a_model_of_its_size(name):
+    row, theirs = PUBLISHED[name], text_part(PUBLISHED[name]["config"])
+    assert family_of(theirs) == row["family"]
+    with torch.device("meta"): model = Decoder(family(row["family"]).config(theirs))
+    assert sum(p.numel() for p in model.parameters()) == row["parameters"]
+
+
+def test_every_family_with_checkpoints_has_a_published_config():
+    assert {n for n, f in FAMILIES.items() if f.architecture} - {
+        row["family"] for row in PUBLISHED.values()} == {"nanochat"}
