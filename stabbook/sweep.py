@@ -74,9 +74,11 @@ def change(
     **values,  # fields of Run or of ModelConfig; "model.NAME" is ModelConfig's NAME
 ):  # a Run
     "A copy of a run with some fields changed, of the run itself or of its model."
+    from stabbook.train import check_size
     ours, model = {}, {}
     for name, value in values.items():
         place, short, kinds = _place(run, name)
+        check_size(name, value)
         (ours if place == "run" else model)[short] = _fit(kinds, value)
     if model: ours["model"] = dataclasses.replace(run.model, **model)
     return dataclasses.replace(run, **ours)
@@ -261,10 +263,23 @@ def _work_one(orders, job):
                 record = failure(job.run, _in_words(e), time.perf_counter() - start)
                 del e
                 gc.collect()
-        store.save(record, orders.experiment, orders.scale, job.labels, orders.results)
-        error = record.summary.get("error") or ""
+        error = _keep(orders, job, record, time.perf_counter() - start)
         return (job.key, "failed" if error else "trained",
                 time.perf_counter() - start, error)
+
+def _keep(orders, job, record, seconds):
+    "Store a record, or the reason why it cannot be stored; the error that it holds."
+    where = orders.experiment, orders.scale, job.labels, orders.results
+    try:
+        store.save(record, *where)
+        return record.summary.get("error") or ""
+    except (StoreError, OSError): raise  # the folder's fault: no run can be stored
+    except Exception as e:
+        error = f"its record cannot be stored: {_in_words(e)}"
+        try: store.save(failure(job.run, error, seconds), *where)
+        except (StoreError, OSError): raise
+        except Exception: pass  # not even that; the sweep reports it all the same
+        return error
 
 # %% ../nbs/17_sweep.ipynb #c5beac89
 class _Watchdog:
@@ -604,9 +619,7 @@ def _bury(orders, job, note, error):
     seconds = time.time() - note.get("time", time.time())
     with Claim(orders.folder / f"{job.key}.claim") as mine:
         if mine and not orders.stored(job.key):
-            record = failure(job.run, error, seconds)
-            store.save(record, orders.experiment, orders.scale, job.labels,
-                       orders.results)
+            _keep(orders, job, failure(job.run, error, seconds), seconds)
     return job.key, "failed", seconds, error
 
 # %% ../nbs/17_sweep.ipynb #c89459e0

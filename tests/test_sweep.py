@@ -66,6 +66,9 @@ def trainer(run, deadline_seconds=None):
         Path(value).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "hang": time.sleep(600)
+    if what == "odd": return SimpleNamespace(**{**vars(result(run)), "curves": {
+        "loss": np.array("no number")}})
+    if what == "nothing": return None
     if what == "full":  # the disk, for this worker
         def save(*_): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         store.save = save
@@ -614,6 +617,31 @@ def test_same_bits_in_this_process_or_in_two_workers_in_any_order(results):
 def test_grids_that_cannot_be_are_refused(axes, words):
     from stabbook.train import Run as RealRun
     with pytest.raises(ValueError, match=words):
+        lab.grid(RealRun(corpus="markov:1,4,0,20000"), **axes)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_record_that_cannot_be_stored_is_a_failure_and_the_others_go_on(
+        results, workers):
+    some = jobs(4, n1="odd", n2="nothing")
+    some.append(Job(Run(seed=10**20, trace=os.environ["TRACE"]), {"method": "huge"}))
+    summary = go(some, workers=workers)
+    assert (summary.trained, summary.failed) == (2, 3)
+    df = store.load("exp").set_index("seed")
+    assert len(df) == 4 and (df.error[[0, 3]] == "").all(), "none for 10**20"
+    assert df.error[1].startswith("its record cannot be stored: ValueError")
+    assert df.error[2].startswith("its record cannot be stored: AttributeError")
+    assert any("OverflowError" in line and "huge" in line for line in summary.errors)
+    assert not list((results / "exp" / "smoke").glob("*.claim"))
+
+
+@pytest.mark.parametrize("axes", [
+    dict(seed=[1, 99999999999999999999]), dict(learning_rate=[10**20]),
+    dict(hidden_size=[10**21]), dict(num_hidden_layers=10**21), dict(vocab_size=2**63),
+    dict(layer_pattern=[[[["num_attention_heads", 10**21]]]])])
+def test_a_number_too_large_to_be_stored_is_refused_before_anything_is_trained(axes):
+    from stabbook.train import Run as RealRun
+    with pytest.raises(ValueError, match=r"=\d+ must be from -2\*\*63 to 2\*\*63 - 1"):
         lab.grid(RealRun(corpus="markov:1,4,0,20000"), **axes)
 
 

@@ -99,6 +99,17 @@ def test_bad_values_are_refused_in_words(field, value):
     assert field not in RULES or RULES[field][0] in str(e.value)
 
 
+@pytest.mark.parametrize("field", ["seed", "steps", "learning_rate", "max_grad_norm"])
+def test_numbers_that_do_not_fit_into_the_store_are_refused(field):
+    for value in 2**63, 10**400, np.uint64(2**63):
+        if field != "seed" and isinstance(value, np.generic): continue
+        with pytest.raises(ValueError, match=rf"{field}=\d+ must be from -2\*\*63 to"):
+            Run(**{field: value})
+    with pytest.raises(ValueError, match="vocab_size=.* is stored in 64 bits"):
+        Run(model=ModelConfig(vocab_size=2**63))
+    assert Run(seed=2**63 - 1).seed == 2**63 - 1
+
+
 def test_qk_clip_beside_a_norm_is_refused():
     with pytest.raises(ValueError, match="qk_clip_threshold=1.0.*qk_norm='layernorm'"):
         RUN.replace(model=apply_method("qk_norm", TINY), qk_clip_threshold=1.0)
