@@ -814,6 +814,9 @@ def _verify_one(name, scale, row, results, trainer, **how):
     "Train one stored run again and compare."
     from stabbook.train import Run
     then = store.read(row.key, name, scale, results)
+    if lost := {"final_loss", "initial_loss"} - then["summary"].keys():
+        raise StoreError(f"the record of {row.key} in {name}/{scale} lacks "
+                         f"{', '.join(sorted(lost))}: move its file away or delete it")
     axes = dict(then["label"], learning_rate=row.learning_rate, seed=row.seed)
     words = " ".join(f"{k}={v}" for k, v in axes.items())
     try:
@@ -850,6 +853,9 @@ def verify(
     pool = []
     for name in names:
         df = store.load(name, scale, results=results)
+        if "verdict" not in df: raise StoreError(
+            f"the runs of {name} have no final_loss, initial_loss or learning_rate, so "
+            "there is nothing to compare: name another experiment")
         pool += [(name, df.attrs["scale"], row)
                  for row in df[df.error == ""].itertuples(index=False)]
     pick = random.Random(seed).sample(pool, min(n, len(pool)))

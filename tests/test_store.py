@@ -114,8 +114,30 @@ def damage_text(path): path.write_text("PAR1 not really PAR1")
 def damage_foreign(path): pq.write_table(pa.table({"a": [1, 2]}), path)
 
 
-@pytest.mark.parametrize("damage",
-                         [damage_half, damage_empty, damage_text, damage_foreign])
+def damage_name(path):
+    "Another run's file under this run's name"
+    path.write_bytes(path.with_name(f"{Run(seed=0).key}.parquet").read_bytes())
+
+
+def rewrite(path, drop=(), note=None):
+    "The same file without some columns, or with another note"
+    table = pq.read_table(path)
+    meta = table.schema.metadata
+    if note is not None: meta = {b"stabbook": json.dumps(note).encode()}
+    pq.write_table(table.drop_columns(list(drop)).replace_schema_metadata(meta), path)
+
+
+def damage_note(path): rewrite(path, note=dict(store_version=1))
+def damage_note_list(path): rewrite(path, note=dict(store_version=1, columns=["key"]))
+def damage_columns(path): rewrite(path, ["final_loss"])
+def damage_key(path): rewrite(path, ["key"])
+def damage_run(path): rewrite(path, ["run_json"])
+def damage_curve(path): rewrite(path, ["curve.loss"])
+
+
+@pytest.mark.parametrize("damage", [
+    damage_half, damage_empty, damage_text, damage_foreign, damage_name, damage_note,
+    damage_note_list, damage_columns, damage_key, damage_run, damage_curve])
 def test_damaged_file_is_named_and_the_rest_is_readable(results, damage):
     store.save(record(seed=0), "exp", "cpu")
     bad = store.save(record(seed=1), "exp", "cpu")
@@ -127,9 +149,46 @@ def test_damaged_file_is_named_and_the_rest_is_readable(results, damage):
     assert "1 of 2 files" in str(e.value)
     df = store.load("exp", on_bad="skip")
     assert len(df) == 1 and len(df.attrs["bad_files"]) == 1
-    with pytest.raises(StoreError, match="delete it"):
-        store.save(record(seed=1), "exp", "cpu")
+    for act in (lambda: store.save(record(seed=1), "exp", "cpu"),
+                lambda: store.read(bad.stem, "exp"), lambda: store.curves("exp")):
+        with pytest.raises(StoreError, match=f"(?s){bad.name}.*delete it"): act()
     assert bad.read_bytes() == before
+
+
+def test_a_file_says_which_run_it_holds_when_its_name_says_another(results):
+    path = store.save(record(seed=0), "exp", "cpu")
+    path.rename(path.with_name("A.parquet"))
+    with pytest.raises(StoreError, match=f"A.parquet holds the run {path.stem}, not "):
+        store.load("exp")
+
+
+def test_a_file_that_may_not_be_read_is_not_to_be_deleted(results, monkeypatch):
+    path = store.save(record(), "exp", "cpu")
+
+    def denied(self): raise PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(StoreError, match="change the file's permissions") as e:
+        store.load("exp")
+    assert path.name in str(e.value) and "delete" not in str(e.value)
+
+
+@pytest.mark.parametrize("act", [
+    lambda: store.keys("exp", "cpu"), lambda: store.load("exp"), store.experiments])
+def test_a_folder_closed_for_reading_is_said_to_be_that(results, monkeypatch, act):
+    store.save(record(), "exp", "cpu")
+
+    def denied(*_): raise PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(os, "listdir", denied)
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(StoreError, match="it cannot be read: change its permissions"):
+        act()
+
+
+def test_advice_names_no_command_that_does_not_exist(results):
+    store.save(record(), "mine", "smoke")  # a .toml file's: no experiment of the book
+    for act in lambda: store.load("mine", "cpu"), lambda: store.load("mien"):
+        with pytest.raises(StoreError, match="stabbook sweep") as e: act()
+        assert "stabbook sweep mi" not in str(e.value)
 
 
 def test_cut_at_any_byte_is_noticed(results):

@@ -454,6 +454,16 @@ def test_damaged_files_are_named_and_not_overwritten(results):
     assert (go(jobs(3)).trained, len(store.load("exp"))) == (1, 3)
 
 
+def test_a_copy_under_another_runs_name_is_not_that_run(results):
+    go(jobs(2))
+    a, b = (results / "exp" / "smoke" / f"{j.key}.parquet" for j in jobs(2))
+    a.write_bytes(b.read_bytes())
+    with pytest.raises(StoreError, match=f"(?s)1 runs.*{a.name} holds the run {b.stem}"):
+        go(jobs(2))
+    a.unlink()
+    assert go(jobs(2)).trained == 1 and len(store.load("exp")) == 2
+
+
 def test_the_same_run_under_two_labels_is_refused(results):
     run = Run()
     with pytest.raises(ValueError, match="are the same run"):

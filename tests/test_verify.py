@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from stabbook import cli, store
 from stabbook import sweep as lab
 from stabbook.model import ModelConfig
+from stabbook.store import StoreError
 from stabbook.train import Run
 
 BASE = Run(model=ModelConfig(hidden_size=16, num_hidden_layers=1), steps=5, warmup_steps=1,
@@ -87,14 +88,33 @@ def test_a_run_that_cannot_be_trained_again_is_different(results):
     def broken(run): raise RuntimeError("no luck")
     found = outcomes(trainer=broken)
     assert all(o == "different" and "RuntimeError: no luck" in why for o, why in found)
-    doctor(lambda was: None)
-    for key in store.keys("exp", "cpu"):  # the name says one run, the content another
-        path = results / "exp" / "cpu" / f"{key}.parquet"
-        path.rename(path.with_name("0" * 16 + ".parquet"))
-        break
+    class Renamed(Run): key = "0" * 16  # as if its description had meant another run
+    was = store.read(store.keys("exp", "cpu").pop(), "exp")
+    run = Renamed(**vars(Run.from_dict(was["run"])))
+    store.save(SimpleNamespace(**{**was, "run": run}), "exp", "cpu", was["label"])
     row = SimpleNamespace(key="0" * 16, learning_rate=0.01, seed=0)
     check = lab._verify_one("exp", "cpu", row, None, None)
     assert check.outcome == "different" and "now has the key" in check.why
+
+
+def test_files_that_hold_less_or_other_than_they_say_end_it(results):
+    from test_store import rewrite
+    a, b = sorted((results / "exp" / "cpu").glob("*.parquet"))[:2]
+    whole = a.read_bytes()
+    for damage in (lambda: a.write_bytes(b.read_bytes()), lambda: rewrite(a, ["final_loss"]),
+                   lambda: rewrite(a, note=dict(store_version=1))):
+        damage()
+        with pytest.raises(StoreError, match=f"(?s){a.name} (holds the run|lacks).*delete"):
+            list(lab.verify(4, "exp"))
+        out = call("exp")
+        assert out.exit_code == 1 and a.name in out.stderr and "Key" not in out.stderr
+        a.write_bytes(whole)
+    doctor(lambda was: was["summary"].pop("final_loss"))
+    with pytest.raises(StoreError, match="the runs of exp have no final_loss"):
+        list(lab.verify(4, "exp"))
+    a.write_bytes(whole)  # only this one has one
+    with pytest.raises(StoreError, match="record of .* lacks final_loss"):
+        list(lab.verify(4, "exp"))
 
 
 def test_it_trains_as_the_record_says(results, monkeypatch):
