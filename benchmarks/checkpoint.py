@@ -122,10 +122,12 @@ def main():
     ap.add_argument("--threads", type=int, default=1)
     ap.add_argument("--save", action="store_true", help="write the row into the book's table")
     args = ap.parse_args()
+    gguf = args.path.suffix == ".gguf" and args.path.is_file()
+    if not gguf and not (args.path / "config.json").is_file():
+        ap.error(f"{args.path} is no checkpoint folder (it has no config.json) and no GGUF file")
     torch.set_num_threads(args.threads)
     name, info = args.name or args.path.stem, about(threads=args.threads)
     with tempfile.TemporaryDirectory() as made:
-        gguf = args.path.suffix == ".gguf"
         folder = folder_of(args.path, Path(made)) if gguf else args.path
         row = compare(folder, name, args.text, args.tokens, args.rounds)
     show([row], info)

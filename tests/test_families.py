@@ -63,7 +63,7 @@ def reference(name, dtype=torch.float32, **changes):
     "Their model with random weights, gains, biases and buffers."
     row = FAMILIES.get(name) or ROWS[name]
     cls = getattr(transformers, row.architecture)
-    keys = {**row.tiny, **STRESS.get(of(name), {}), **changes}
+    keys = copy.deepcopy({**row.tiny, **STRESS.get(of(name), {}), **changes})  # they change them
     config = cls.config_class(**keys, pad_token_id=None, bos_token_id=1, eos_token_id=None,
                               attn_implementation="eager")
     config._experts_implementation = "eager"
@@ -287,11 +287,13 @@ def test_defaults_are_those_of_the_class(name):
     for key, value in row.defaults.items():
         if key in ("rope_local_base_freq", "global_head_dim", "rope_scaling"): continue
         if key == "num_key_value_heads" and value is None: value = theirs.num_attention_heads
+        if value is None: continue  # theirs is computed from other keys
+        if (name, key) == ("qwen3", "sliding_window"): continue  # None while its switch is off
         if key == "rope_theta" and "rope_parameters" in row.defaults: continue
         if key == "head_dim" and name == "gemma4": continue  # theirs is one for each layer
         if key == "rope_theta":
             got = rope.get("full_attention", rope)["rope_theta"]
-        elif key == "partial_rotary_factor": got = rope[key]
+        elif key == "partial_rotary_factor": got = rope.get(key, value)
         elif key == "num_nextn_predict_layers": got = getattr(theirs, key, value)
         elif key == "first_k_dense_replace" and hasattr(theirs, "mlp_layer_types"):
             got = theirs.mlp_layer_types.count("dense")
@@ -305,7 +307,7 @@ def test_defaults_are_those_of_the_class(name):
 @each_row
 def test_an_empty_config_is_the_published_size(name):
     row = FAMILIES[name]
-    theirs = getattr(transformers, row.architecture).config_class(**row.full)
+    theirs = getattr(transformers, row.architecture).config_class(**copy.deepcopy(row.full))
     assert row.config(row.full) == row.config({**theirs.to_dict(), **{
         k: v for k, v in row.full.items() if k == "rotary_dim"}})
     with torch.device("meta"): assert build(name, full=True, num_hidden_layers=2)
@@ -663,7 +665,7 @@ TOWER4 = dict(TOWER, num_key_value_heads=1, head_dim=8, global_head_dim=8)
 ])
 def test_the_text_decoder_of_a_model_that_sees(name, model, vision, more, tmp_path):
     config = getattr(transformers, f"{model}Config")(
-        text_config=ROWS[name].tiny, vision_config=vision, **more)
+        text_config=copy.deepcopy(ROWS[name].tiny), vision_config=vision, **more)
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{model}ForConditionalGeneration")(config).eval()
     ours = from_pretrained(saved(theirs, tmp_path))
@@ -908,3 +910,311 @@ def test_a_published_config_gives_a_model_of_its_size(name):
 def test_every_family_with_checkpoints_has_a_published_config():
     assert {n for n, f in FAMILIES.items() if f.architecture} - {
         row["family"] for row in PUBLISHED.values()} == {"nanochat"}
+
+
+# ------------------------------------------------------------------ what a reader can get wrong
+
+def told(name, **keys):
+    "A row's tiny config with some keys changed, as ours."
+    return family(name).config({**ROWS[name].tiny, **keys})
+
+
+def retold(where, change, meta={"format": "pt"}):
+    "Change the tensors of a checkpoint in one file."
+    from safetensors.torch import load_file, save_file
+    file = Path(where) / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata=meta)
+    return where
+
+
+def in_shards(where, index=lambda where: where):
+    "The same checkpoint in two files, with an index that may be changed."
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(where / "model.safetensors")
+    (where / "model.safetensors").unlink()
+    place = {n: f"{'ab'[i % 2]}.safetensors" for i, n in enumerate(tensors)}
+    for file in set(place.values()):
+        save_file({n: t for n, t in tensors.items() if place[n] == file}, where / file,
+                  metadata={"format": "pt"})
+    (where / "model.safetensors.index.json").write_text(json.dumps(
+        {"weight_map": index(place)}))
+    return where
+
+
+def without(name):
+    return lambda where: {n: f for n, f in where.items() if n != name}
+
+
+@pytest.mark.parametrize("index,words", [
+    (without("lm_head.weight"), "holds lm_head.weight, which its index does not name"),
+    (lambda w: {**w, "lm_head.weight": "ba"[w["lm_head.weight"] == "b.safetensors"]
+                + ".safetensors"}, "holds lm_head.weight, which its index puts into"),
+    (lambda w: {**w, "extra": "a.safetensors"}, "promises extra in a.safetensors"),
+    (lambda w: {**w, "lm_head.weight": ".."}, "names '..', which is not a file"),
+    (lambda w: {**w, "lm_head.weight": ""}, "names '', which is not a file"),
+    (lambda w: {**w, "lm_head.weight": 3}, "has no weight_map from names"),
+    (lambda w: {}, "has no weight_map"), (lambda w: "x", "has no weight_map"),
+])
+def test_an_index_and_its_files_agree(index, words, tmp_path):
+    assert from_pretrained(in_shards(copied("llama3", tmp_path / "good")))
+    with pytest.raises(ValueError, match=words):
+        from_pretrained(in_shards(copied("llama3", tmp_path / "m"), index))
+
+
+def test_towers_and_further_layers_only_where_a_family_has_them(tmp_path):
+    there = dict(vision="vision_tower.x", prefix="language_model.extra", further="model.layers.2.x")
+    for kind, name in there.items():
+        where = retold(copied("llama3", tmp_path / kind), lambda t: t.update({name: torch.ones(2)}))
+        edit(where, text_config={"a": 1}, num_nextn_predict_layers=1, num_kv_shared_layers=1)
+        with pytest.raises(ValueError, match=f"unknown: {name}"): from_pretrained(where)
+    twice = retold(copied("gemma3", tmp_path / "twice"), lambda t: t.update(
+        {f"language_model.{n}": v + 1 for n, v in t.items()}))
+    tiny = json.loads((twice / "config.json").read_text())
+    edit(twice, architectures=["Gemma3ForConditionalGeneration"], text_config=tiny)
+    with pytest.raises(ValueError, match="which occurs a second time"): from_pretrained(twice)
+    for text in ({}, None, [1]):
+        edit(twice, text_config=text)
+        with pytest.raises(ValueError, match="it must be an object with the decoder's keys"):
+            from_pretrained(twice)
+
+
+LISTS = [
+    ("gemma4", dict(layer_types=["sliding_atention", "full_attention"]), "did you mean"),
+    ("gemma4", dict(layer_types="full_attention"), "must be a list of num_hidden_layers=2"),
+    ("gemma2", dict(num_hidden_layers=3), "must be a list of num_hidden_layers=3"),
+    ("gemma3", dict(layer_types=[]), "must be a list of num_hidden_layers=2"),
+    ("olmo3", dict(layer_types={"a": 1}), "must be a list of num_hidden_layers=2"),
+    ("gpt_oss", dict(layer_types=["full_attention"]), "must be a list of num_hidden_layers=2"),
+    ("gpt_oss", dict(layer_types=["full_attention", 3]), "an entry of layer_types=3"),
+    ("qwen3", dict(layer_types=["full", "full"]), "an entry of layer_types='full'"),
+    ("qwen3", dict(layer_types=["sliding_attention"] * 2), "says sliding_window=None"),
+    *[(n, dict(mlp_layer_types=["Dense", "sparse"]), "did you mean 'dense'")
+      for n in ("glm45", "deepseek_v3", "glm47_flash")],
+    ("llama4", dict(no_rope_layers=[1]), "must be a list of num_hidden_layers=2"),
+    ("llama4", dict(no_rope_layers=[1, 0, 1]), "must be a list of num_hidden_layers=2"),
+    ("llama4", dict(no_rope_layers=[1, 2]), "an entry of no_rope_layers=2"),
+    *[("llama4", dict(moe_layers=v), "must be a list of layers from 0 to") for v in
+      ([5], [-1], 3, ["0"], "x")],
+    ("llama4", dict(layer_types=["sliding_attention"] * 2), "an entry of layer_types"),
+    ("gemma4", dict(per_layer_config={"x": {}}), "by numbers of layers"),
+    ("gemma2", dict(sliding_window=None), "says sliding_window=None"),
+]
+
+
+@pytest.mark.parametrize("name,keys,words", LISTS)
+def test_a_list_of_layers_fits_the_layers(name, keys, words):
+    with pytest.raises(ValueError, match=words): told(name, **keys)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kinds", [["full"] * 2, ["chunked"] * 2, ["full", "chunked"]])
+def test_llama4_obeys_layer_types(kinds, tmp_path):
+    kinds = [k + "_attention" for k in kinds]
+    theirs = reference("llama4", layer_types=kinds)
+    ours = from_pretrained(saved(theirs, tmp_path))
+    assert (theirs(IDS).logits - ours(IDS)).abs().max() <= 1e-5
+    assert (pair("llama4")[1](IDS) - ours(IDS)).abs().max() > 1e-2
+
+
+def test_what_is_computed_from_a_key_follows_it():
+    for name in ("gemma2", "gemma3", "gemma4", "post_norm"):
+        assert build(name, hidden_size=64).config.embed_scale == 8.0, name
+    config = build("ngpt", hidden_size=64).config
+    assert config.query_pre_attn_scalar == 1 / 16 and config.initializer_range == 1 / 8
+    assert build("gemma3", sliding_window=3).config.layer_pattern[0][-1] == ("sliding_window", 3)
+    assert build("gemma3", sliding_window=3).config.sliding_window is None
+    # what is no key of the family's config stays a field of ours
+    assert build("gemma4", query_pre_attn_scalar=2.0).config.query_pre_attn_scalar == 2.0
+    assert build("llama3", rope_theta=None).config.rope_theta is None
+    assert build("gemma2", num_hidden_layers=4).config.num_hidden_layers == 4
+    for seed in ("x", None, 1.5):
+        with pytest.raises(ValueError, match="must be a whole number"): build("llama3", seed=seed)
+
+
+KEYS = [
+    ("llama3", "hidden_size", "32"), ("llama3", "num_attention_heads", 0),
+    ("llama3", "num_key_value_heads", 0), ("llama3", "head_dim", 0), ("qwen3", "head_dim", None),
+    ("llama3", "rope_scaling", "yarn"), ("llama3", "rope_parameters", "x"),
+    ("gemma3", "rope_parameters", {"full_attention": "x", "sliding_attention": {}}),
+    ("llama3", "rope_theta", None), ("llama3", "rope_parameters", {"rope_theta": None}),
+    ("llama3", "tie_word_embeddings", "no"), ("llama3", "attention_bias", 1),
+    ("llama3", "rms_norm_eps", math.nan), ("llama3", "vocab_size", True),
+    ("llama3", "max_position_embeddings", -1), ("glm45", "num_nextn_predict_layers", "x"),
+    ("glm45", "first_k_dense_replace", None), ("minimax_m2", "head_dim", 0),
+    ("minimax_m2", "head_dim", None), ("minimax_m2", "rotary_dim", 0),
+    ("gemma4", "num_kv_shared_layers", -1), ("gemma4", "attention_k_eq_v", None),
+    ("llama4", "interleave_moe_layer_step", 0), ("gemma3", "sliding_window_pattern", 0),
+]
+
+
+@pytest.mark.parametrize("name,key,value", KEYS)
+def test_a_value_of_another_kind(name, key, value):
+    with pytest.raises(ValueError, match=r"config.json says .*; it must be "):
+        told(name, **{key: value})
+
+
+def test_any_value_anywhere_is_a_config_or_a_clear_error():
+    for name in HF:
+        row = family(name)
+        for key in {*row.defaults, *row.tiny, "layer_types", "moe_layers", "no_rope_layers"}:
+            for value in (None, "x", -1, 0, math.nan, [], {}, [[1]], True, 2.5, {"a": 1}):
+                try: row.config({**row.tiny, key: value})
+                except ValueError as e: assert len(str(e)) > 20, (name, key, value)
+
+
+def test_an_activation_that_a_family_has_not():
+    for name, act in (("glm4", "relu2"), ("llama3", "relu2"), ("nanochat", "silu")):
+        with pytest.raises(ValueError, match=f"hidden_act='{act}'"): told(name, hidden_act=act)
+
+
+@pytest.mark.parametrize("names", [3, {"a": 1}, "LlamaForCausalLM", [3], [["x"]]])
+def test_architectures_is_a_list_of_names(names):
+    for f in (family_of, text_part):
+        with pytest.raises(ValueError, match="must be a list of names"):
+            f({"architectures": names})
+
+
+def test_another_architecture_that_calls_itself_kimi():
+    assert family_of(dict(architectures=["LlamaForCausalLM"], model_type="kimi_k2")) == "llama3"
+    with pytest.raises(ValueError, match="a row of its own: Llama with biases"):
+        family_of(dict(architectures=["Qwen2ForCausalLM"]))
+
+
+def test_arguments(tmp_path):
+    where = folder("llama3")
+    for dtype in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert from_pretrained(where, dtype=dtype).norm.weight.dtype == torch.bfloat16
+    for dtype in (torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, "bf16", 3):
+        with pytest.raises(ValueError, match="dtype=.* is not one of 'float64', 'float32'"):
+            from_pretrained(where, dtype=dtype)
+    nowhere = ["gpu", "", "cpu:x", 1.5] + ["cuda"] * (not torch.cuda.is_available())
+    for device in nowhere:
+        with pytest.raises(ValueError, match="is not one that this PyTorch can use"):
+            from_pretrained(tmp_path / "none", device=device)
+    for path in (None, 3):
+        with pytest.raises(ValueError, match=f"{path} is no path"): from_pretrained(path)
+    for key in ("dtype", "torch_dtype"):
+        bad = edit(copied("llama3", tmp_path / key), **{"dtype": None, key: "nope"})
+        with pytest.raises(ValueError, match=f"{key}='nope' is not one of"): from_pretrained(bad)
+    with torch.device("meta"): assert from_pretrained(where).norm.weight.device.type == "cpu"
+
+
+def header(where, change):
+    "A file whose header is changed as JSON or as text."
+    file = where / "model.safetensors"
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    text = json.loads(whole[8:8 + length])
+    text = change(text) or text
+    text = (text if isinstance(text, str) else json.dumps(text)).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length:])
+    return where
+
+
+@pytest.mark.parametrize("change", [
+    lambda h: h.update(__metadata__=3), lambda h: h.update(__metadata__={"format": [1]}),
+    lambda h: h["model.norm.weight"].update(shape=[32.0]),
+    lambda h: h["model.norm.weight"].update(
+        data_offsets=[float(x) for x in h["model.norm.weight"]["data_offsets"]]),
+    lambda h: h["model.norm.weight"].update(shape=[-4, -8]),
+    lambda h: "[" * 100_000, lambda h: "[]",
+    lambda h: json.dumps(h)[:-1] + ', "model.norm.weight": '
+    + json.dumps(h["model.norm.weight"]) + "}",
+])
+def test_a_header_that_makes_no_sense(change, tmp_path):
+    with pytest.raises(ValueError, match="model.safetensors is damaged: its text makes no sense"):
+        from_pretrained(header(copied("llama3", tmp_path / "m"), change))
+
+
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+    for file in ("config.json", "model.safetensors"):
+        where = copied("llama3", tmp_path / file)
+        (where / file).unlink()
+        (where / file).mkdir()
+        with pytest.raises(ValueError, match=f"{file} can't be read: Is a directory"):
+            from_pretrained(where)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ValueError, match="config.json is damaged"): from_pretrained(tmp_path / "deep")
+    def refuse(*how, **more): raise PermissionError(13, "Permission denied")
+    monkeypatch.setattr(families, "open", refuse, raising=False)
+    with pytest.raises(ValueError, match="can't be read: Permission denied"):
+        from_pretrained(folder("llama3"))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_none(value, tmp_path):
+    for name, key in (("llama3", "model.norm.weight"), ("glm45", "model.layers.1.mlp.experts.5."
+                                                       "up_proj.weight")):
+        where = retold(copied(name, tmp_path / name), lambda t: t[key].view(-1)[-1:].fill_(value))
+        with pytest.raises(ValueError, match=f"{key} holds NaN or infinity"): from_pretrained(where)
+    where = retold(copied("llama3", tmp_path / "big"), lambda t: t["model.norm.weight"].fill_(1e6))
+    assert from_pretrained(where)
+    with pytest.raises(ValueError, match="model.norm.weight: too large for torch.float16"):
+        from_pretrained(where, dtype="float16")
+
+
+@each_row
+def test_attention_that_is_not_causal_is_refused(name):
+    assert told(name, is_causal=True) == told(name)
+    for value in (False, None):
+        with pytest.raises(ValueError, match=f"is_causal={value} needs attention in both"):
+            told(name, is_causal=value)
+
+
+@torch.no_grad()
+def test_a_class_default_has_no_part_in_explicit_rope_parameters(tmp_path):
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=1e4)
+    tiny = {k: v for k, v in FAMILIES["gpt_oss"].tiny.items() if k != "rope_scaling"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "gpt_oss", replace(FAMILIES["gpt_oss"], tiny=tiny))
+        theirs = reference("gpt_oss", rope_parameters=yarn)
+    ours = from_pretrained(saved(theirs, tmp_path))
+    assert "truncate" not in dict(ours.config.rope_scaling)
+    assert (ours(IDS) - theirs(IDS).logits).abs().max() <= 1e-5
+    assert told("gpt_oss", rope_scaling=None) == family("gpt_oss").config(tiny)
+
+
+@each_row
+@torch.no_grad()
+def test_a_partial_rotation_only_where_theirs_heeds_it(name, tmp_path):
+    if name == "gemma4": pytest.skip("says it for each kind of layer")
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    more = {"rope_scaling": None} if "rope_scaling" in FAMILIES[name].tiny else {}
+    if "sliding_attention" in str(FAMILIES[name].tiny) and name in ("gemma3", "olmo3"):
+        rope = {k: dict(rope) for k in ("full_attention", "sliding_attention")}
+    try: theirs = reference(name, rope_parameters=rope, partial_rotary_factor=0.5, **more)
+    except Exception as e: pytest.skip(f"theirs can't: {e!r:.60}")
+    try: want = theirs(IDS).logits
+    except RuntimeError as e: pytest.skip(f"theirs fails: {e!r:.60}")
+    ours = from_pretrained(saved(theirs, tmp_path))
+    assert (ours(IDS) - want).abs().max() <= 1e-5
+
+
+def test_the_table_of_one_row():
+    assert list(families.table("llama3")) == list(families.table(["llama3"])) == ["Llama 3"]
+    for rows in ((), [], ""):
+        with pytest.raises(ValueError): families.table(rows)
+
+
+def test_only_a_family_with_one_plus_is_said_to_have_it():
+    about = [{"gain_convention": "both"}]
+    with pytest.raises(ValueError, match="Gemma 2 stores its gains as w"):
+        families.one_plus("gemma2", about)
+    with pytest.raises(ValueError, match="^these files .* don't tell how gains are stored"):
+        families.one_plus("llama3", about)
+
+
+def test_quantised_checkpoints_say_what_to_do(tmp_path):
+    where = edit(copied("llama3", tmp_path / "m"), quantization_config={"bits": 4})
+    with pytest.raises(ValueError, match="convert this one to bf16 first"): from_pretrained(where)
+
+
+def test_the_benchmark_of_a_checkpoint_that_is_not_there(tmp_path):
+    import subprocess
+    script = Path(__file__).parent.parent / "benchmarks/checkpoint.py"
+    done = subprocess.run([sys.executable, script, tmp_path / "none"], capture_output=True, text=True)
+    assert done.returncode == 2 and "is no checkpoint folder" in done.stderr
+    assert "Traceback" not in done.stderr
