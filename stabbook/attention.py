@@ -434,6 +434,8 @@ def _forward(
         q = query_temperature(q, *self.temperature, k.shape[1] - q.shape[1])
     q, k, v = (t.transpose(1, 2) for t in (q, *self.expand(k, v)))
     written_out = stats is not None or self.cap or self.clip or self.backend == "eager"
+    if self.sinks is not None and q.shape[2] == 1 and self.backend == "auto":
+        written_out = True  # one query: cheaper than a key more for the whole cache
     y = (self.eager if written_out else self.sdpa)(q, k, v, mask, stats)
     return self.o_proj(y.transpose(1, 2).flatten(2))
 

@@ -232,13 +232,13 @@ def _visit(
     rows = x[token]
     if scale_input: rows = rows * w.to(x.dtype)
     answer = _answer_in_one if torch.compiler.is_compiling() else _answer
-    answers = answer(self, rows, flat[order])
-    if not scale_input: answers = (answers * w).to(x.dtype)
-    return torch.zeros_like(x).index_add(0, token, answers.to(x.dtype))
+    answers = answer(self, rows, flat)
+    if not scale_input: answers = answers * w
+    return torch.zeros_like(x).index_add_(0, token, answers.to(x.dtype))
 
-def _answer(self, rows, expert):
-    "Each expert's answer to its block of rows."
-    counts = expert.bincount(minlength=len(self.gate_up_proj)).tolist()
+def _answer(self, rows, flat):
+    "Each expert's answer to its block of rows; `flat` holds k experts a token."
+    counts = flat.bincount(minlength=len(self.gate_up_proj)).tolist()
     gate_up, down, up_bias, down_bias = (None if p is None else p.unbind() for p in (
         self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias))
     answers = []
@@ -287,15 +287,15 @@ grouped_linear.register_autograd(
     ctx.save_for_backward(*inputs))
 
 # %% ../nbs/06_mlp.ipynb #42843325
-def _answer_in_one(self, rows, expert):
+def _answer_in_one(self, rows, flat):
     "The same answers in operations that torch.compile takes as they are."
     E, device = len(self.gate_up_proj), rows.device
-    counts = (expert[:, None] == torch.arange(E, device=device)).sum(0)
+    counts = (flat[:, None] == torch.arange(E, device=device)).sum(0)
     half = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if half else rows.dtype
     def layer(x, weight, bias):
         y = grouped_linear(x.to(dtype), weight.to(dtype), counts)
-        return y if bias is None else y + bias.to(dtype)[expert]
+        return y if bias is None else y + bias.to(dtype)[flat.sort().values]
     both = layer(rows, self.gate_up_proj, self.gate_up_bias)
     inner = gated(self, *both.chunk(2, -1))
     return layer(inner, self.down_proj, self.down_bias)
