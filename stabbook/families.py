@@ -138,6 +138,8 @@ def rope_fields(
     name = p.pop("rope_type", name)
     check_kind("rope_theta", theta, float)
     check_kind("partial_rotary_factor", share, float)
+    for key in ("factor", "alpha", "mscale_all_dim"):
+        if p.get(key) is not None: check_kind(key, p[key], float)
     if name == "default" and c.get("ignores_part"): share = 1.0  # as in Transformers
     if name == "yarn":
         p.setdefault("original_max_position_embeddings", c["max_position_embeddings"])
@@ -305,6 +307,8 @@ def _hunyuan(c):
     scaling = rope["rope_scaling"] or {}
     if scaling.get("rope_type") == "dynamic" and scaling.get("alpha"):
         C = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+        if C < 4: raise ValueError(
+            f"head_dim={C} must be at least 4 where alpha stretches the base of RoPE")
         stretch = scaling["alpha"] ** (C / (C - 2))
         rope = dict(rope, rope_theta=rope["rope_theta"] * stretch, rope_scaling=None,
                     partial_rotary_factor=1.0)
@@ -510,11 +514,15 @@ _deepseek_experts = _experts("mlp", "gate_proj", "up_proj", "down_proj",
                              correction="gate.e_score_correction_bias",
                              shared="shared_experts")
 
-def _deepseek_moe(c):
+def _deepseek_moe(c, listed=False):
     "The router of DeepSeek V3 and GLM: sigmoid, corrected, limited to groups."
-    kinds = layer_list(c, "mlp_layer_types", ("dense", "sparse"), [
-        "dense" if i < c["first_k_dense_replace"] else "sparse"
-        for i in range(c["num_hidden_layers"])])
+    dense = 1 if listed else c["first_k_dense_replace"]  # listed: nobody reads the key
+    counted = ["dense" if i < dense else "sparse"
+               for i in range(c["num_hidden_layers"])]
+    kinds = layer_list(c, "mlp_layer_types", ("dense", "sparse"), counted)
+    if kinds != counted and not listed: raise ValueError(
+        f"mlp_layer_types={kinds!r} is not what first_k_dense_replace={dense} says, "
+        "and this family goes by the latter: leave the list out")
     return dict(
         num_experts=c["n_routed_experts"], num_shared_experts=c["n_shared_experts"],
         moe_intermediate_size=c["moe_intermediate_size"], router="sigmoid",
@@ -577,16 +585,18 @@ _mla_names = {_attn + ours: f"model.layers.{{}}.self_attn.{theirs}" for ours, th
                    kv_a_norm="kv_a_layernorm", kv_b_proj="kv_b_proj",
                    o_proj="o_proj").items()}
 
-def _deepseek_v3(c):
+def _deepseek_v3(c, listed=False):
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
              "v_head_dim")
     rope = rope_fields(c)
     scaling, beta = rope["rope_scaling"] or {}, 1.0
-    if (m := scaling.get("mscale_all_dim")) and scaling["factor"] > 1:
+    if (m := scaling.get("mscale_all_dim")) and (scaling.get("factor") or 1) > 1:
         beta = (0.1 * m * math.log(scaling["factor"]) + 1) ** 2
     return dict(shared_fields(c), **{k: c[k] for k in sizes}, head_dim=None,
                 num_key_value_heads=None, rope_interleaved=c["rope_interleave"],
-                attn_logit_temperature=beta, **_deepseek_moe(c))
+                attn_logit_temperature=beta, **_deepseek_moe(c, listed))
+
+def _glm47_flash(c): return _deepseek_v3(c, listed=True)
 
 # %% ../nbs/12_families.ipynb #17829ef3
 _v3_class = dict(
@@ -614,7 +624,7 @@ FAMILIES["kimi_k2"] = Family(
               routed_scaling_factor=2.827),
     tiny=dict(_v3_tiny, n_group=1, topk_group=1))
 FAMILIES["glm47_flash"] = Family(
-    "GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", _deepseek_v3, _v3_names,
+    "GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", _glm47_flash, _v3_names,
     dict(_v3_class, partial_rotary_factor=1.0, vocab_size=154880, hidden_size=2048,
          intermediate_size=10240,
          moe_intermediate_size=1536, num_hidden_layers=47, num_attention_heads=20,
@@ -1239,8 +1249,8 @@ def _used(files, unused, tower):
 
 # %% ../nbs/12_families.ipynb #86a5d941
 def _finite(t):
-    "Is every number finite? In parts, which need no memory of their own."
-    return all(part.isfinite().all() for part in t.reshape(-1).split(2 ** 20))
+    "Is every number finite? One pass, which needs no memory of its own."
+    return not t.numel() or all(x.isfinite() for x in t.aminmax())  # NaN wins in both
 
 def _fill(model, name, state, files, dtype, device):
     "Read tensor by tensor, so that the peak is the model and one tensor more."

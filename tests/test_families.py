@@ -992,6 +992,8 @@ LISTS = [
     ("qwen3", dict(layer_types=["sliding_attention"] * 2), "says sliding_window=None"),
     *[(n, dict(mlp_layer_types=["Dense", "sparse"]), "did you mean 'dense'")
       for n in ("glm45", "deepseek_v3", "glm47_flash")],
+    *[(n, dict(mlp_layer_types=["sparse"] * 2), "not what first_k_dense_replace=1 says")
+      for n in ("glm45", "deepseek_v3")],
     ("llama4", dict(no_rope_layers=[1]), "must be a list of num_hidden_layers=2"),
     ("llama4", dict(no_rope_layers=[1, 0, 1]), "must be a list of num_hidden_layers=2"),
     ("llama4", dict(no_rope_layers=[1, 2]), "an entry of no_rope_layers=2"),
@@ -1044,6 +1046,8 @@ KEYS = [
     ("llama3", "max_position_embeddings", -1), ("glm45", "num_nextn_predict_layers", "x"),
     ("glm45", "first_k_dense_replace", None), ("minimax_m2", "head_dim", 0),
     ("minimax_m2", "head_dim", None), ("minimax_m2", "rotary_dim", 0),
+    ("hunyuan", "rope_scaling", {"type": "dynamic", "alpha": "x"}),
+    ("deepseek_v3", "rope_scaling", {"type": "yarn", "factor": 2.0, "mscale_all_dim": [1]}),
     ("gemma4", "num_kv_shared_layers", -1), ("gemma4", "attention_k_eq_v", None),
     ("llama4", "interleave_moe_layer_step", 0), ("gemma3", "sliding_window_pattern", 0),
 ]
@@ -1062,6 +1066,18 @@ def test_any_value_anywhere_is_a_config_or_a_clear_error():
             for value in (None, "x", -1, 0, math.nan, [], {}, [[1]], True, 2.5, {"a": 1}):
                 try: row.config({**row.tiny, key: value})
                 except ValueError as e: assert len(str(e)) > 20, (name, key, value)
+
+
+def test_rope_scaling_without_what_it_needs():
+    with pytest.raises(ValueError, match="must be given factor"):
+        told("deepseek_v3", rope_scaling={"type": "yarn", "mscale_all_dim": 1.0})
+    with pytest.raises(ValueError, match="head_dim=2 must be at least 4"): told("hunyuan", head_dim=2)
+
+
+def test_glm47_flash_goes_by_its_list():
+    "As in Transformers, where nothing reads first_k_dense_replace of this family."
+    config = lambda **keys: told("glm47_flash", num_hidden_layers=4, mlp_layer_types=None, **keys)
+    assert config(first_k_dense_replace=3) == config()
 
 
 def test_an_activation_that_a_family_has_not():
