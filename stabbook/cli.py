@@ -181,9 +181,22 @@ def _experiment(name, scale, workers, dry_run, retry_failed=False):
     if workers is not None: command.append(f"WORKERS={workers}")
     typer.echo(("would run: " if dry_run else "") + " ".join(command), err=not dry_run)
     if retry_failed and not dry_run: _forget_failed(name, scale)
-    if not dry_run: raise typer.Exit(subprocess.run(command, cwd=book).returncode)
+    if dry_run: return
+    code = subprocess.run(command, cwd=book).returncode
+    raise typer.Exit(code or int(_has_failed(name, scale)))
 
 # %% ../nbs/19_cli.ipynb #1c089ce0
+def _has_failed(name, scale):
+    "Say how many runs of an experiment are stored with an error: are there any?"
+    from stabbook import store
+    if not store.keys(name, scale): return False
+    df = store.load(name, scale)
+    if not (n := int((df.error != "").sum())): return False
+    typer.echo(f"{n} of {len(df)} runs of {name} at scale {scale} are stored with an "
+               "error (--retry-failed trains them again)", err=True)
+    return True
+
+# %% ../nbs/19_cli.ipynb #e1b2fc43
 @app.command("sweep")
 @_friendly
 def sweep_(
@@ -192,13 +205,15 @@ def sweep_(
     dry_run: Annotated[bool, typer.Option("--dry-run",
         help="Only list what would be trained, and how long it would take.")] = False,
     workers: Annotated[int, typer.Option(min=0, show_default="one a core",
-        help="Runs at once; 0 for one after the other in this process.")] = None,
+        help="Runs at once; 0 for one after the other in this process, where a run "
+             "that hangs is not ended: --time-limit then acts between two steps only."
+        )] = None,
     scale: Annotated[str, typer.Option(show_default="as in the file, or smoke",
         help="smoke, cpu or gpu.")] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", show_default="none",
         help="For each run; beyond it the run is stored with an error.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed",
-        help="Train again what is stored with an error.")] = False,
+        help="Train again what is stored with an error, and replace it.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ):
     "Train what a grid of runs still lacks; start it again to go on after a stop."
@@ -217,7 +232,7 @@ def sweep_(
                  retry_failed=retry_failed)
     typer.echo(repr(done))
     for line in getattr(done, "errors", ()): typer.echo(f"failed: {line}", err=True)
-    if getattr(done, "failed", 0): raise typer.Exit(1)
+    if not dry_run and (done.failed or done.reused_failed): raise typer.Exit(1)
 
 # %% ../nbs/19_cli.ipynb #a30a69ec
 @app.command()

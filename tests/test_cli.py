@@ -52,7 +52,8 @@ def test_help_and_version_say_what_there_is(call):
     for name in "run", "sweep", "verify", "doctor", "--version": assert name in top.output
     for name in "run", "sweep", "verify", "doctor":
         assert call(name, "-h").exit_code == 0
-    assert "--dry-run" in call("sweep", "-h").output
+    text = " ".join(call("sweep", "-h").output.replace("│", " ").split())
+    assert "--dry-run" in text and "a run that hangs is not ended" in text
     assert call("--version").output.strip() == "stabbook 0.1.0"
 
 
@@ -120,11 +121,48 @@ def test_sweep_from_a_file(call, tmp_path):
     ("[grid]\nseed = '0..9'", "a range written as '0-9'"),
     ("[grid]\nseed = '9-0'", "the smaller number first"),
     ("[grid]\nlearning_rate = '0.1'", "learning_rate='0.1' must be a finite number"),
-    ("[grid.model]\nhiden_size = [8]", "did you mean 'hidden_size'?")])
+    ("[grid.model]\nhiden_size = [8]", "did you mean 'hidden_size'?"),
+    ("[grid]\nmethods = [['qk_norm']]", "method ['qk_norm'] must be a name"),
+    ("[grid]\nseed = '0-99999999999'", "has more than 1,000,000 values: give fewer"),
+    ("[grid]\nseed = '0-99999999999999999999'", "has more than 1,000,000 values"),
+    ("[grid]\nseed = '1-2000'\nlearning_rate = 0.1\nsteps = '1-2000'",
+     "a grid of 4,000,000 runs: 1,000,000 are allowed"),
+    (f"[grid]\nhidden_size = [{10**21}]", "must be from -2**63 to 2**63 - 1"),
+    (f"[grid]\nseed = [1, {10**20}]", "seed=100000000000000000000 must be from -2**63"),
+    (f"[base.model]\nhidden_size = {2**62}\nnorm_bias = true", ""),
+    ("[base]\ncorpus = 'wkii'", "did you mean 'wiki'?"),
+    ("[base]\ncorpus = 'markov:0'", "order must be 1 or more"),
+    ("time_limit = inf", "time_limit=inf must be above 0 and at most 1e9"),
+    ("time_limit = -1", "time_limit=-1 must be above 0"),
+    ("[grid]\n'model.hidden_size' = [16]\n[grid.model]\nhidden_size = [32]",
+     "model.hidden_size is given twice"),
+    ("[base]\n'model.hidden_size' = 16\n[base.model]\nhidden_size = 32", "given twice"),
+    ("[grid]\nhidden_size = [16]\n[grid.model]\nhidden_size = [32]", "given twice")])
 def test_mistakes_in_a_file_are_named(call, tmp_path, text, words):
     (tmp_path / "bad.toml").write_text(text)
-    out = call("sweep", tmp_path / "bad.toml")
+    out = call("sweep", tmp_path / "bad.toml", "--dry-run")
     assert out.exit_code == 2 and words in out.stderr, out.output
+    assert out.stderr.startswith(f"error: {tmp_path / 'bad.toml'}"), out.stderr
+    assert len(out.stderr.splitlines()) == 1 and "[Errno" not in out.stderr
+
+
+def test_a_file_that_is_a_folder_or_closed_is_named(call, tmp_path, monkeypatch):
+    (tmp_path / "bad.toml").mkdir()
+    out = call("sweep", tmp_path / "bad.toml")
+    assert out.exit_code == 2 and "bad.toml cannot be read (Is a directory)" in out.stderr
+
+    def denied(*_, **__): raise PermissionError(13, "Permission denied")
+    monkeypatch.setattr(Path, "read_text", denied)
+    out = call("sweep", tmp_path / "bad.toml")
+    assert out.exit_code == 2 and "bad.toml cannot be read (Permission" in out.stderr
+
+
+def test_advice_of_verify_for_a_sweep_of_ones_own_can_be_followed(call, tmp_path):
+    (tmp_path / "mine.toml").write_text(SWEEP)
+    call("sweep", tmp_path / "mine.toml", "--workers", "0", "--quiet")
+    out = call("verify", "mine")
+    assert out.exit_code == 1 and "but at smoke" in out.stderr
+    assert "stabbook sweep mine" not in out.stderr
 
 
 def test_failed_runs_make_the_sweep_end_with_code_1(call, tmp_path, monkeypatch):
@@ -136,6 +174,22 @@ def test_failed_runs_make_the_sweep_end_with_code_1(call, tmp_path, monkeypatch)
     out = call("sweep", tmp_path / "mine.toml", "--workers", "0", "--quiet")
     assert out.exit_code == 1 and "8 failed" in out.stdout
     assert out.stderr.count("out of luck") == 8
+
+
+def test_stored_failures_are_counted_and_end_the_sweep_with_code_1(call, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(SWEEP)
+    args = "sweep", file, "--workers", "0", "--quiet"
+    assert call(*args, "--time-limit", "1e-9").exit_code == 1
+    again = call(*args)
+    assert again.exit_code == 1 and ("8 reused, of which 8 with an error (--retry-failed "
+                                     "trains them again), 0 failed") in again.stdout
+    plan = call("sweep", file, "--dry-run")
+    assert plan.exit_code == 0 and "8 stored, of which 8 with an error" in plan.stdout
+    mended = call(*args, "--retry-failed")
+    assert mended.exit_code == 0 and "8 trained, 0 reused, 0 failed" in mended.stdout
+    last = call(*args)
+    assert last.exit_code == 0 and "8 reused, 0 failed" in last.stdout
 
 
 def test_experiment_of_the_book(call, tmp_path, monkeypatch):
@@ -165,7 +219,9 @@ def test_failed_runs_of_an_experiment_are_tried_again_on_demand(call, tmp_path, 
     (tmp_path / "nbs" / "experiments" / "growth.ipynb").touch()
     (tmp_path / "Makefile").write_text("reproduce:\n\t@exit 0\n")
     call("sweep", "growth", "--scale", "cpu", "--retry-failed", "--dry-run")
-    assert call("sweep", "growth", "--scale", "cpu").exit_code == 0
+    out = call("sweep", "growth", "--scale", "cpu")
+    assert out.exit_code == 1
+    assert "2 of 3 runs of growth at scale cpu are stored with an error (--retry" in out.stderr
     assert len(store.keys("growth", "cpu")) == 3, "only when asked, and not in a dry run"
     out = call("sweep", "growth", "--scale", "cpu", "--retry-failed")
     assert out.exit_code == 0 and "2 failed runs will be trained again" in out.stderr

@@ -482,6 +482,66 @@ def test_dry_run_trains_nothing_and_estimates_from_stored_times(results):
     assert go(jobs(4), dry_run=True).seconds == 0 and len(started(results)) == 4
 
 
+def test_the_estimate_of_a_dry_run_knows_models_shapes_and_steps(results):
+    from stabbook.model import ModelConfig
+    from stabbook.train import Run as RealRun
+    base = RealRun(model=ModelConfig(hidden_size=16, num_hidden_layers=1), steps=4,
+                   corpus="markov:1,4,0,20000", sequence_length=16, warmup_steps=1)
+
+    def timed(run, **limits):
+        done = result(run)
+        return SimpleNamespace(**{**vars(done), "provenance": dict(
+            wall_seconds=0.01 * run.steps)})
+
+    def hours(name="new", **axes):
+        plan = sweep(lab.grid(base, **axes), name, "smoke", 2, False, dry_run=True)
+        return plan.seconds
+    train = dict(workers=0, progress=False, trainer=timed)
+    sweep(lab.grid(base, seed=range(3)), "exp", "smoke", **train)
+    assert hours("exp", steps=400_000) is None, "four steps say nothing about so many"
+    assert hours("exp", steps=40) == pytest.approx(0.4)
+    assert hours(seed=[7, 8], steps=40) == pytest.approx(0.4), "another experiment"
+    sweep(lab.grid(base, steps=400), "exp", "smoke", **train)
+    assert hours("exp", steps=400_000, seed=range(4)) == pytest.approx(8000)
+    for other in (dict(hidden_size=32), dict(batch_size=2), dict(sequence_length=8),
+                  dict(methods="qk_norm"), dict(dtype="bfloat16"),
+                  dict(hidden_size=[16, 32])):
+        assert hours("exp", seed=7, **other) is None, other
+    sweep(lab.grid(base, learning_rate=0.5), "bad", "smoke", workers=0, progress=False,
+          trainer=lambda run, **kw: 1 / 0)
+    assert hours("exp", steps=40) == pytest.approx(0.4), "failures are no timings"
+
+
+def test_stored_failures_are_counted_wherever_reused_runs_are(results, capsys, monkeypatch):
+    go(jobs(3, n1="raise"))
+    again = go(jobs(5, all="sleep 0.6"), progress=True, every=0.5)
+    assert (again.reused, again.reused_failed, again.failed) == (3, 1, 0)
+    assert "3 reused, of which 1 with an error (--retry-failed trains it again), 0" in repr(again)
+    assert " done (3 reused (1 with an error), 0 failed)" in capsys.readouterr().err
+    assert go(jobs(5), dry_run=True).reused_failed == 1
+
+    class Terminal(io.StringIO):
+        def isatty(self): return True
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    go(jobs(6, all="sleep 0.6"), progress=True)
+    assert "reused=5, with_error=1, failed=0" in screen.getvalue()
+    mended = go(jobs(5), retry_failed=True)
+    assert (mended.trained, mended.reused, mended.reused_failed) == (1, 4, 0)
+
+
+def test_failures_of_another_sweep_are_counted(results):
+    some = jobs(2)
+    folder = store.prepare("exp", "smoke")
+    with Claim(folder / f"{some[1].key}.claim", sweep="other") as held:
+        assert held
+        timer = threading.Timer(0.5, store.save, (lab.failure(some[1].run, "hung"), "exp",
+                                                  "smoke", {"method": "baseline"}))
+        timer.start()
+        summary = go(some)
+    assert (summary.trained, summary.reused, summary.reused_failed) == (1, 1, 1)
+
+
 def test_progress_in_a_log_is_lines_and_failures_one_line_each(results, capsys):
     go(jobs(30, all="sleep 0.1", n3="raise"), progress=True, every=1.0)
     lines = capsys.readouterr().err.splitlines()
@@ -655,11 +715,45 @@ def test_a_number_too_large_to_be_stored_is_refused_before_anything_is_trained(a
         lab.grid(RealRun(corpus="markov:1,4,0,20000"), **axes)
 
 
+def test_a_large_grid_makes_each_model_once_and_lists_fast(results, monkeypatch):
+    from stabbook import model
+    from stabbook.train import Run as RealRun
+    base, made, check = RealRun(corpus="markov:1,4,0,20000"), [], model.check_config
+    monkeypatch.setattr(model, "check_config", lambda c: made.append(1) or check(c))
+    begin = time.process_time()
+    many = lab.grid(base, ["baseline", "qk_norm"], hidden_size=[32, 64],
+                    learning_rate=[0.01, 0.1], seed=range(500))
+    plan = sweep(many, "exp", "smoke", 0, False, dry_run=True)
+    assert len(plan.jobs) == 4000 and len(made) <= 8
+    assert time.process_time() - begin < 3
+
+
+@pytest.mark.parametrize("give, words", [
+    (dict(hidden_size=[16], **{"model.hidden_size": [32]}), "hidden_size is given twice"),
+    (dict(methods=[["qk_norm"]]), "must be a name"),
+    (dict(methods=[{"qk_norm": 1}]), "must be a name"),
+    (dict(seed=range(10**11)), "seed=range.* has more than 1,000,000 values"),
+    (dict(seed=range(10**30)), "has more than 1,000,000 values"),
+    (dict(seed=range(10**4), steps=range(1, 10**4)), "a grid of 99,990,000 runs"),
+    (dict(hidden_size=[2**62], num_hidden_layers=[2]), "makes no model|is stored in|must")])
+def test_what_no_grid_can_hold_is_refused_at_once(give, words):
+    from stabbook.train import Run as RealRun
+    with pytest.raises(ValueError, match=words):
+        lab.grid(RealRun(corpus="markov:1,4,0,20000"), **give)
+
+
+def test_time_limits_that_no_clock_keeps_are_refused(results):
+    for limit in 0, -1, float("inf"), float("nan"), 1e10:
+        with pytest.raises(ValueError, match="time_limit=.* must be above 0 and at most"):
+            go(jobs(1), time_limit=limit)
+
+
 def test_grid_places_fields_and_normalises_numbers():
     from stabbook.train import Run as RealRun
     base = RealRun(corpus="markov:1,4,0,20000")
     a = lab.grid(base, "qk_norm", learning_rate=1, **{"model.hidden_size": [32, 64]})
     b = lab.grid(base, ["qk_norm"], learning_rate=np.array([1.0]), hidden_size=(32, 64))
     assert [j.key for j in a] == [j.key for j in b] and len(a) == 2
+    assert len(lab.grid(base, learning_rate=np.float64(0.1), seed=np.int64(3))) == 1
     assert a[0].labels == {"method": "qk_norm", "hidden_size": 32}
     assert a[0].run.model.qk_norm == "layernorm" and a[1].run.learning_rate == 1.0
