@@ -1,7 +1,9 @@
 """The benchmarks compare what can be compared: turns are shared, and work is equal."""
+import re
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -40,3 +42,12 @@ def test_our_step_without_statistics_runs_fused_attention():
     fused = [e.count for e in seen.key_averages()
              if e.key == "aten::scaled_dot_product_attention"]
     assert fused == [step.LAYERS]
+
+
+def test_every_table_of_the_page_is_stored_and_says_what_it_was_measured_with():
+    page = (bench.ROOT / "nbs" / "benchmarks.ipynb").read_text()
+    names = set(re.findall(r'table\(\\"(\w+)\\"\)', page))
+    assert names >= {"sweep", "step", "methods", "families", "checkpoints"}
+    for name in names:
+        table = pd.read_parquet(bench.RESULTS / f"{name}.parquet")
+        assert len(table) and {"processor", "torch", "commit", "date"} <= set(table.attrs), name
