@@ -93,6 +93,9 @@ def complete(
         kind, value = KINDS.get(key, type(default)), c.get(key)
         if value is not None or not (default is None or key in NULL or key in rope):
             check_kind(key, value, kind)
+    if c.get("rope_scaling") and c.get("rope_parameters"): raise ValueError(
+        f"rope_scaling={c['rope_scaling']!r} and rope_parameters="
+        f"{c['rope_parameters']!r} both say how positions turn; give rope_parameters")
     # "vision": the tokens of one picture see each other, and text has none
     for key, causal in dict(is_causal=(True,), use_bidirectional_attention=(
             None, False, "vision")).items():

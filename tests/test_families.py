@@ -1040,7 +1040,7 @@ KEYS = [
     ("llama3", "num_key_value_heads", 0), ("llama3", "head_dim", 0), ("qwen3", "head_dim", None),
     ("llama3", "rope_scaling", "yarn"), ("llama3", "rope_parameters", "x"),
     ("gemma3", "rope_parameters", {"full_attention": "x", "sliding_attention": {}}),
-    ("llama3", "rope_theta", None), ("llama3", "rope_parameters", {"rope_theta": None}),
+    ("llama3", "rope_theta", None), ("olmo2", "rope_parameters", {"rope_theta": None}),
     ("llama3", "tie_word_embeddings", "no"), ("llama3", "attention_bias", 1),
     ("llama3", "rms_norm_eps", math.nan), ("llama3", "vocab_size", True),
     ("llama3", "max_position_embeddings", -1), ("glm45", "num_nextn_predict_layers", "x"),
@@ -1066,6 +1066,15 @@ def test_any_value_anywhere_is_a_config_or_a_clear_error():
             for value in (None, "x", -1, 0, math.nan, [], {}, [[1]], True, 2.5, {"a": 1}):
                 try: row.config({**row.tiny, key: value})
                 except ValueError as e: assert len(str(e)) > 20, (name, key, value)
+
+
+def test_two_kinds_of_rope_keys_are_refused():
+    "Transformers drops one of them, and not the same one in every family."
+    scaling = dict(rope_type="linear", factor=8.0)
+    for name in ("llama3", "gemma4"):  # the latter's class has rope_parameters of its own
+        new = {} if name == "gemma4" else dict(rope_parameters=dict(rope_theta=1e6))
+        with pytest.raises(ValueError, match="both say how positions turn"):
+            told(name, rope_scaling=scaling, **new)
 
 
 def test_rope_scaling_without_what_it_needs():
