@@ -323,26 +323,21 @@ def _project(
     rope: Callable[[Tensor], Tensor] | None = None,  # (B, T, H, C) -> (B, T, H, C)
 ):  # Queries (B, T, H, C), keys and values (B, T, K, C); None where kv_shared
     "Project, normalise and rotate, in the order that was asked for."
-    if self.kv_shared: return _project_queries(self, x, rope), None, None
     heads = lambda y: y.unflatten(-1, (-1, self.head_dim))
-    q, k = heads(self.q_proj(x)), heads(self.k_proj(x))
+    q = _position(self, heads(self.q_proj(x)), self.q_norm, rope)
+    if self.kv_shared: return q, None, None
+    k = heads(self.k_proj(x))
     v = k if self.v_proj is None else heads(self.v_proj(x))
-    normalise = self.q_norm is not None
-    if normalise and self.qk_norm_before_rope: q, k = self.q_norm(q), self.k_norm(k)
-    if rope is not None: q, k = rope(q), rope(k)
-    if normalise and not self.qk_norm_before_rope: q, k = self.q_norm(q), self.k_norm(k)
-    if self.qk_scale is not None: q, k = q * self.qk_scale(), k * self.qk_scale()
-    if self.v_norm is not None: v = self.v_norm(v)
-    return q, k, v
+    k = _position(self, k, self.k_norm, rope)
+    return q, k, v if self.v_norm is None else self.v_norm(v)
 
-def _project_queries(self, x, rope):
-    "The same for a layer that has no keys and values of its own."
-    before, q = self.qk_norm_before_rope, self.q_proj(x)
-    q = q.unflatten(-1, (-1, self.head_dim))
-    if self.q_norm is not None and before: q = self.q_norm(q)
-    if rope is not None: q = rope(q)
-    if self.q_norm is not None and not before: q = self.q_norm(q)
-    return q if self.qk_scale is None else q * self.qk_scale()
+def _position(self, y, norm, rope):
+    "What happens to queries as to keys: norm, RoPE and gain."
+    before = self.qk_norm_before_rope
+    if norm is not None and before: y = norm(y)
+    if rope is not None: y = rope(y)
+    if norm is not None and not before: y = norm(y)
+    return y if self.qk_scale is None else y * self.qk_scale()
 
 Attention.project = _project
 
