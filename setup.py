@@ -2,7 +2,7 @@
 from configparser import ConfigParser
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 root = Path(__file__).parent
 parser = ConfigParser(delimiters=["="])
@@ -32,7 +32,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     python_requires=f">={cfg['min_python']}",
-    packages=[cfg["lib_path"]],
+    packages=find_packages(include=[cfg["lib_path"], f"{cfg['lib_path']}.*"]),
     install_requires=cfg["requirements"].split(),
     extras_require={key.removeprefix("extra_"): value.split()
                     for key, value in cfg.items() if key.startswith("extra_")},

@@ -18,15 +18,23 @@ NOTEBOOKS = {f.relative_to(ROOT / "nbs").with_suffix("").as_posix(): f
 CHAPTERS = [n for n in NOTEBOOKS if re.match(r"\d\d_", n)]
 EXPERIMENTS = [n for n in NOTEBOOKS if n.startswith("experiments/")]
 PROSE = sorted((ROOT / "nbs").rglob("*.md"))
-MODULES = sorted(f for f in (ROOT / "stabbook").glob("*.py") if f.name[0] != "_")
+MODULES = {".".join(f.relative_to(ROOT / "stabbook").with_suffix("").parts): f
+           for f in sorted((ROOT / "stabbook").rglob("*.py"))
+           if f.name != "_modidx.py" and f.relative_to(ROOT / "stabbook") != Path("__init__.py")}
 MAX_COLUMNS, MAX_LINES, MAX_LINES_EXPORTED = 88, 25, 40
 FENCE = re.compile(r"^(`{3,}|~{3,}|:{3,}).*?^\1", re.M | re.S)
 
 # Which modules stand on which floor (the design's table): imports go down only.
-FLOORS = (("norms", "rope", "softcap", "metrics"),
-          ("attention", "mlp", "embedding", "reparam"), ("residual",), ("model",),
-          ("methods", "families"), ("data", "train", "monitor"), ("store", "sweep"),
-          ("plots", "cli"))
+FLOORS = (("core", "files", "paper"), ("norms", "rope", "softcap", "stats"),
+          ("attention", "mlp", "embedding", "reparam", "residual"),
+          ("config", "decoder", "model"), ("methods", "families"),
+          ("data", "run", "train", "fast", "monitor"), ("metrics", "store", "sweep"),
+          ("bench", "plots", "cli"))
+# Neighbours on one floor: who may look into whose room.
+SAME_FLOOR = {"decoder": {"config"}, "model": {"config", "decoder"},
+              "families": {"methods"}, "run": {"data"}, "train": {"data", "run", "fast"},
+              "fast": {"run"}, "store": {"metrics"}, "sweep": {"store", "metrics"},
+              "cli": {"plots", "bench"}, "bench": {"plots"}}
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Which of the packages that are heavy or optional may stand at a module's top level.
 OPTIONAL = {"matplotlib", "seaborn", "gensim", "transformers", "ray", "dask",
@@ -122,7 +130,7 @@ def test_one_notebook_is_one_module_and_none_is_orphaned():                # T16
                                  "\n".join(c.source for _, c in code(read(name))), re.M):
             made.setdefault(module, []).append(name)
     assert {m: n for m, n in made.items() if len(n) > 1} == {}
-    assert {f.stem for f in MODULES} == set(made)
+    assert set(MODULES) == set(made)
 
 
 @every
@@ -221,31 +229,68 @@ def test_plain_english(file):
 
 # ------------------------------------------------------------------ the floors
 
-def top_level_imports(file):
-    "The modules that a file imports when it is imported itself"
-    todo = list(ast.parse(file.read_text("utf-8")).body)
-    while todo:
-        node = todo.pop()
+def imports(file, inside=True):
+    "(level, module) that a file imports: absolute names, also those inside functions"
+    here = ["stabbook", *file.relative_to(ROOT / "stabbook").parent.parts]
+    tree = ast.parse(file.read_text("utf-8"))
+    top = [n for s in tree.body for n in (ast.walk(s) if isinstance(s, (ast.If, ast.Try))
+                                          else [s])]
+    for node in ast.walk(tree) if inside else top:
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""          # nbdev turns stabbook.x into .x
-            module = f"stabbook.{module}".rstrip(".") if node.level else module
+            base = here[:len(here) - node.level + 1] if node.level else []
+            module = ".".join([*base, *((node.module or "").split("."))]).strip(".")
             yield module
-            if module == "stabbook":
-                yield from (f"stabbook.{a.name}" for a in node.names)
-        elif isinstance(node, (ast.If, ast.With)):
-            todo += [*node.body, *getattr(node, "orelse", [])]
+            if module.split(".")[0] == "stabbook":      # `from .families import rows`
+                yield from (f"{module}.{a.name}" for a in node.names)
 
 
-@pytest.mark.parametrize("file", MODULES, ids=lambda f: f.stem)
-def test_a_module_imports_only_from_floors_below(file):
-    assert file.stem in FLOOR, f"{file.stem} has no floor; the design names the floors"
-    names = set(top_level_imports(file))
-    inner = {n.split(".")[1] for n in names if n.startswith("stabbook.")}
-    same = {("sweep", "store"), ("cli", "plots"), ("train", "data"),
-            ("families", "methods"), ("monitor", "train")}
-    up = [n for n in inner if n in FLOOR and FLOOR[n] >= FLOOR[file.stem]
-          and (file.stem, n) not in same]
-    assert not up, f"{file.stem} (floor {FLOOR[file.stem]}) imports {up}"
-    assert not {n.split(".")[0] for n in names} & OPTIONAL
+def room(module):
+    "The first name below the package: metrics.judge stands in metrics"
+    return module.split(".")[0]
+
+
+def edges():
+    "Module -> the modules of the package that it imports, at the top or in a function"
+    for name, file in MODULES.items():
+        found = {i.removeprefix("stabbook.") for i in imports(file)
+                 if i.startswith("stabbook.")}
+        yield name, {f for f in found if f in MODULES or f"{f}.__init__" in MODULES}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_only_from_floors_below(name):
+    assert room(name) in FLOOR, f"{name} has no floor; the design names the floors"
+    floor, same = FLOOR[room(name)], SAME_FLOOR.get(room(name), set())
+    up = [n for n in dict(edges())[name] if room(n) != room(name)
+          and FLOOR[room(n)] >= floor and room(n) not in same]
+    assert not up, f"{name} (floor {floor}) imports {up}"
+
+
+def test_no_import_goes_in_a_circle():
+    graph = {n.removesuffix(".__init__"): found for n, found in edges()}
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            pytest.fail(" -> ".join([*path[path.index(name):], name]))
+        if name not in done:
+            path.append(name)
+            for other in graph.get(name, ()):
+                visit(other)
+            done.add(path.pop())
+    for name in graph:
+        visit(name)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_nothing_heavy_is_imported_at_the_top(name):
+    top = {n.split(".")[0] for n in imports(MODULES[name], inside=False)}
+    assert not top & OPTIONAL
+    assert not top & {"resource", "fcntl"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_room_has_at_most_600_lines(name):
+    assert len(MODULES[name].read_text("utf-8").splitlines()) <= 600
