@@ -140,7 +140,8 @@ def _asked(ctx, method, settings):
         if ctx.get_parameter_source(name).name == "COMMANDLINE": raise ValueError(
             f"{name} is given twice, as an option and by --set: keep one")
     given |= more
-    if given["steps"] < 80: given.setdefault("warmup_steps", max(1, given["steps"] // 10))
+    if given["steps"] < 80:
+        given.setdefault("warmup_steps", max(1, given["steps"] // 10))
     return sweep.change(Run(model=apply_method(method, ModelConfig())), **given)
 
 def _trained(run, device, compile):
