@@ -33,6 +33,7 @@ setup(
     ],
     python_requires=f">={cfg['min_python']}",
     packages=find_packages(include=[cfg["lib_path"], f"{cfg['lib_path']}.*"]),
+    package_data={cfg["lib_path"]: ["py.typed"]},
     install_requires=cfg["requirements"].split(),
     extras_require={key.removeprefix("extra_"): value.split()
                     for key, value in cfg.items() if key.startswith("extra_")},

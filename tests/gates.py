@@ -78,9 +78,24 @@ def gate_export(root=ROOT):
                               capture_output=True, text=True)
         if done.returncode:
             return ["nbdev_export failed: " + (done.stderr.splitlines() or ["?"])[-1]]
-        found = differences(contents(root / "stabbook", "*"),
-                            contents(copy / "stabbook", "*"))
+        have = contents(root / "stabbook", "*")
+        have.pop("py.typed", None)        # says that the types are meant to be read
+        found = differences(have, contents(copy / "stabbook", "*"))
         return [f"stabbook/{line}" for line in found]
+
+
+def gate_ruff(root=ROOT):
+    "Nothing unused, nothing undefined, 88 columns"
+    code = subprocess.run([tool("ruff"), "check", "-q", "nbs", "tests", "book",
+                           "benchmarks"], cwd=root).returncode
+    return ["ruff found what stands above"] * bool(code)
+
+
+def gate_types(root=ROOT):
+    "The types of the package, and of a user's script, agree"
+    code = subprocess.run([tool("mypy"), "stabbook", "tests/portable.py"],
+                          cwd=root).returncode
+    return ["mypy found what stands above"] * bool(code)
 
 
 def gate_nbdev(root=ROOT):
@@ -109,6 +124,8 @@ GATES = {
     "clean": (gate_clean, "run `.venv/bin/nbdev_clean` and commit the notebooks"),
     "export": (gate_export, "run `make export` and commit stabbook/; what nothing makes, "
                             "`git rm`; edit the notebook, never the module"),
+    "ruff": (gate_ruff, "run `.venv/bin/ruff check --fix`, the rest by hand"),
+    "types": (gate_types, "run `.venv/bin/mypy stabbook`; annotate, or mend the call"),
     "nbdev": (gate_nbdev, "open that notebook and run it from the top; "
                           "mark a cell that takes long `#| slow`"),
     "pytest": (gate_pytest, "run `.venv/bin/pytest tests/FILE.py -x` on the file named"),

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = sorted(f.stem for f in (ROOT / "stabbook").glob("*.py"))
+FILES = sorted(f.relative_to(ROOT).as_posix() for f in (ROOT / "stabbook").rglob("*.py"))
+MODULES = [f.removeprefix("stabbook/").removesuffix(".py").removesuffix("/__init__")
+           .replace("/", ".") for f in FILES]
 OPTIONAL = {"matplotlib", "seaborn", "gensim", "transformers", "datasets", "dask", "ray"}
 # Floors 0 to 4: torch alone, but for `metrics`, which needs no torch.
 BLOCKS = ("norms", "rope", "softcap", "attention", "mlp", "embedding", "reparam",
@@ -63,15 +65,16 @@ def described(wheel):
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     package = {n for n in names if ".dist-info/" not in n}
-    assert package == {f"stabbook/{m}.py" for m in MODULES}
+    assert package == {*FILES, "stabbook/py.typed"}
     assert "norms" in MODULES and "__init__" in MODULES
 
 
 def test_wheel_asks_for_these_packages(described):
     needs = [r for r in described.get_all("Requires-Dist") if "extra ==" not in r]
     assert sorted(re.match(r"[\w-]+", r)[0] for r in needs) == [
-        "joblib", "numpy", "pandas", "pyarrow", "scipy", "torch", "tqdm", "typer"]
-    assert "torch>=2.6" in needs
+        "filelock", "joblib", "numpy", "pandas", "pyarrow", "safetensors", "scipy",
+        "torch", "tqdm", "typer"]
+    assert "torch>=2.8" in needs           # the oldest on which these tests pass
     assert sorted(described.get_all("Provides-Extra")) == ["book", "dev", "hf", "plots"]
     assert described["Requires-Python"] == ">=3.11"
     assert described["License-Expression"] == "Apache-2.0"
