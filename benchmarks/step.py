@@ -2,8 +2,9 @@
 
 The three build the same model: RMSNorm before each branch, RMSNorm on the queries and
 keys of each head, rotary positions, a SwiGLU, no biases, fp32. The script counts the
-floating-point operations of each and refuses to go on if they differ. Each runs in its own best mode: fused attention, AdamW in one fused call, and
-in the second half torch.compile around model and loss. All take turns in rounds.
+floating-point operations of each and refuses to go on if they differ. Each runs in its
+own best mode: fused attention, AdamW in one fused call, and in the second half
+torch.compile around model and loss. All take turns in rounds.
 
 The peers compute no statistics. Ours is shown without them, which is the comparison,
 and with them, which is what `train` does.

@@ -98,8 +98,12 @@ def products():
     c, T, N = RUN.model, RUN.sequence_length, TOKENS
     D, H = c.hidden_size, c.num_attention_heads
     # (batch, rows, inner, columns); each has two gradients with as many operations
-    layer = [(1, N, D, D)] * 4 + [(1, N, D, 4 * D), (1, N, 4 * D, D),
-                                  (N // T * H, T, D // H, T), (N // T * H, T, T, D // H)]
+    layer = [(1, N, D, D)] * 4 + [
+        (1, N, D, 4 * D),
+        (1, N, 4 * D, D),
+        (N // T * H, T, D // H, T),
+        (N // T * H, T, T, D // H),
+    ]
     shapes = layer * c.num_hidden_layers + [(1, N, D, c.vocab_size)]
     made = {(b, n, k, m): (torch.randn(b, n, k), torch.randn(b, k, m),
                            torch.empty(b, n, m)) for b, n, k, m in shapes}

@@ -6,8 +6,8 @@
 
 A notebook is executed (runner.py) only when something that its outputs depend on has
 changed: its code cells, the stabbook modules that it imports and those that they
-import, the lock, its parameters, Python, the results that it says it reads. A staged page
-(pages.py) is the notebook as it stands in nbs/ with the outputs of that run, so a
+import, the lock, its parameters, Python, the results that it says it reads. A staged
+page (pages.py) is the notebook as it stands in nbs/ with the outputs of that run, so a
 change of prose executes nothing. Sphinx sees only what has been staged.
 """
 import argparse
@@ -57,7 +57,7 @@ def digest_files(files):
 
 
 def imported(source, here):
-    "What a text imports of stabbook, as paths below it; `here`: the folder it stands in"
+    "What a text imports of stabbook, as paths below it; `here`: where it stands"
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             paths = [a.name.split(".") for a in node.names]
@@ -93,7 +93,9 @@ class Book:
         self.cache, self.stage = self.here / "_cache", self.here / "_stage"
         self.site = self.here / "_build"
         given = os.environ.get("STABBOOK_RESULTS") or self.here / "results"
-        self.results = Path(given).expanduser().absolute()  # each page has its own folder
+        self.results = (
+            Path(given).expanduser().absolute()
+        )  # each page has its own folder
 
     # ------------------------------------------------------------ what there is
 
@@ -112,8 +114,10 @@ class Book:
                         if f.exists()] for name in names}
         missing = [name for name, found in files.items() if not found]
         if missing:
-            raise BuildError(f"_toc.yml lists {', '.join(missing)}, but nbs/ has no such "
-                             ".ipynb or .md: write the page or take the line out")
+            raise BuildError(
+                f"_toc.yml lists {', '.join(missing)}, but nbs/ has no such "
+                ".ipynb or .md: write the page or take the line out"
+            )
         return {name: found[0] for name, found in files.items()}
 
     @property
@@ -151,8 +155,8 @@ class Book:
     def results_of(self, name):
         """The experiments whose results a page reads.
 
-        Its own, and those that its metadata name: {"stabbook": {"results": ["growth"]}}.
-        The runner notes what the page opens, and fails a page that opens something else.
+        Its own, and those of its metadata: {"stabbook": {"results": ["growth"]}}.
+        The runner notes what the page opens, and fails one that opens something else.
         """
         said = read_notebook(self.pages[name]).metadata.get("stabbook", {})
         own = [Path(name).name] if name.startswith("experiments/") else []
@@ -185,7 +189,9 @@ class Book:
                  "lock": digest(self.lock.read_text() if self.lock.exists() else ""),
                  "results": self.result_files(reads, smoke=False)}
         for module in modules:
-            parts[f"stabbook.{module}"] = meaning(self.modules[module].read_text("utf-8"))
+            parts[f"stabbook.{module}"] = meaning(
+                self.modules[module].read_text("utf-8")
+            )
         return parts, reads
 
     # ------------------------------------------------------------ execute
@@ -238,7 +244,7 @@ class Book:
         return record
 
     def haste(self, name):
-        "Long pages start first; before anything is known, experiments and late chapters"
+        "Long pages first; before anything is known, experiments and late chapters"
         place = list(self.pages).index(name)
         return -self.record(name).get("seconds", 0), "experiments" not in name, -place
 
@@ -315,8 +321,13 @@ class Book:
     def render(self):
         "Let jupyter-book render the stage, strictly; nothing to do if nothing changed"
         folders = [self.here / part for part in ("_static", "_ext", "_templates")]
-        look = [self.toc, self.here / "_config.yml", self.lock, *self.here.glob("*.bib"),
-                *(f for folder in folders for f in folder.rglob("*"))]
+        look = [
+            self.toc,
+            self.here / "_config.yml",
+            self.lock,
+            *self.here.glob("*.bib"),
+            *(f for folder in folders for f in folder.rglob("*")),
+        ]
         look, content = digest_files(look), digest_files(self.stage.rglob("*"))
         mark, log = self.site / ".made-from", self.site / "sphinx.log"
         old = mark.read_text().split() if mark.exists() else ["", ""]
@@ -335,7 +346,9 @@ class Book:
         if done.returncode:
             text = re.sub(r"\x1b\[[\d;]*m", "", log.read_text("utf-8", "replace"))
             lines = text.replace(f"{self.stage}/", "nbs/").splitlines()
-            told = [x for x in lines if re.search(r"WARNING|ERROR|Error:", x)] or lines[-15:]
+            told = [x for x in lines if re.search(r"WARNING|ERROR|Error:", x)] or lines[
+                -15:
+            ]
             raise BuildError("\n  ".join(["jupyter-book would not build the site:",
                                           *dict.fromkeys(told), f"all of it: {log}"]))
         mark.write_text(f"{look} {content}")
@@ -345,7 +358,9 @@ class Book:
 def say_page(done, total, name, record, why):
     "One line for a finished page: a progress bar that a log file survives"
     runs = record["trained"] + record["reused"]
-    tail = f"; runs trained {record['trained']}, reused {record['reused']}" if runs else ""
+    tail = (
+        f"; runs trained {record['trained']}, reused {record['reused']}" if runs else ""
+    )
     state = f"{record['seconds']:6.1f} s" if record["passed"] else "  FAILED"
     bar = "#" * (20 * done // total)
     why = why if len(why) < 48 else why[:44] + " ..."
@@ -447,7 +462,9 @@ def main(argv=None):
     sub = commands.add_parser("book", help="execute, stage, render")
     sub.add_argument("--jobs", type=int, default=2, help="notebooks at a time")
     sub.add_argument("--force", action="store_true", help="execute every notebook")
-    sub.add_argument("--no-render", action="store_true", help="stop before jupyter-book")
+    sub.add_argument(
+        "--no-render", action="store_true", help="stop before jupyter-book"
+    )
     sub = commands.add_parser("run", help="run one experiment")
     sub.add_argument("experiment")
     sub.add_argument("--scale", default="smoke", help=", ".join(SCALES))

@@ -7,7 +7,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from runner import DIRECTIVE, BuildError, directives, own_cells, tags
+from runner import DIRECTIVE, directives, own_cells, tags
 
 STATUS_MARK = "% status table"          # in nbs/status.md: the table goes here
 VERSIONS = ("torch", "numpy", "scipy", "pandas", "pyarrow", "matplotlib", "nbdev",
@@ -110,7 +110,11 @@ def faults_in_figures(notebook):
         wanted = {"figure.name": figure.get("name"), "image.alt": image.get("alt"),
                   "figure.caption": figure.get("caption")}
         missing = [key for key, value in wanted.items() if not value]
-        if pictures and missing and not {"remove-cell", "remove-output"} & set(tags(cell)):
+        if (
+            pictures
+            and missing
+            and not {"remove-cell", "remove-output"} & set(tags(cell))
+        ):
             yield number, f"a picture without mystnb {', '.join(missing)}"
 
 

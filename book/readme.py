@@ -24,16 +24,20 @@ def results():
     halves = metrics.lr50_by(runs)
     paper, rows = plots.PAPER_HIGHEST_LR, []
     for name, h in sorted(halves.items(), key=lambda p: (p[1].estimate, p[0])):
-        loss = metrics.best_cell(*runs[runs.method == name][["learning_rate", "final_loss"]].to_numpy().T)
+        loss = metrics.best_cell(
+            *runs[runs.method == name][["learning_rate", "final_loss"]].to_numpy().T
+        )
         rows.append(f"| `{name}` | {interval(h)} | {loss[1]:.2f} | {loss[0]:g} "
                     f"| {paper[name] / paper['baseline']:.1f}× |")
     rates, seeds = runs.learning_rate.nunique(), runs.seed.nunique()
-    head = (f"{len(runs)} runs at scale `{runs.attrs['scale']}`: {len(halves)} methods, {rates} learning rates "
-            f"from {runs.learning_rate.min():g} to {runs.learning_rate.max():g}, {seeds} seeds.\n"
-            "LR50 is the learning rate at which half of the runs diverge, with its 95 % interval; "
-            "the loss is the median at the method's best rate, in nats per byte.\n\n"
-            "| method | LR50 | loss at its best rate | best rate | highest stable rate in the paper, "
-            "over its baseline's |\n|---|---|---|---|---|\n")
+    head = (
+        f"{len(runs)} runs at scale `{runs.attrs['scale']}`: {len(halves)} methods, {rates} learning rates "
+        f"from {runs.learning_rate.min():g} to {runs.learning_rate.max():g}, {seeds} seeds.\n"
+        "LR50 is the learning rate at which half of the runs diverge, with its 95 % interval; "
+        "the loss is the median at the method's best rate, in nats per byte.\n\n"
+        "| method | LR50 | loss at its best rate | best rate | highest stable rate in the paper, "
+        "over its baseline's |\n|---|---|---|---|---|\n"
+    )
     return head + "\n".join(rows)
 
 
@@ -46,7 +50,9 @@ def fill(text):
 def picture(path):
     "The opening figure, as on the book's first page"
     runs = store.load("attention_logits")
-    largest = store.curves("attention_logits", runs.attrs["scale"], "max_attention_logit")
+    largest = store.curves(
+        "attention_logits", runs.attrs["scale"], "max_attention_logit"
+    )
     ax = plots.curves_band(largest, "max_attention_logit", runs=runs, log_y=True)
     ax.figure.savefig(path, dpi=160, metadata={"Software": None})
 

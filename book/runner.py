@@ -112,7 +112,9 @@ def own_cells(notebook):
 
 def first_line(cell):
     "The first line of code in a cell"
-    lines = [x for x in cell.source.splitlines() if x.strip() and not DIRECTIVE.match(x)]
+    lines = [
+        x for x in cell.source.splitlines() if x.strip() and not DIRECTIVE.match(x)
+    ]
     return lines[0].strip() if lines else ""
 
 
@@ -154,7 +156,8 @@ def _watch(results={results!r}, log={log!r}):
     def opened(event, args):
         if event not in ("open", "os.listdir", "os.scandir") or not args:
             return
-        path = os.path.abspath(args[0]) if isinstance(args[0], (str, os.PathLike)) else ""
+        named = isinstance(args[0], (str, os.PathLike))
+        path = os.path.abspath(args[0]) if named else ""
         below = path[len(results) + 1:] if path.startswith(results + os.sep) else ""
         name, _, inside = below.partition(os.sep)
         if inside.count(os.sep) and name not in seen:       # a file of an experiment
@@ -187,7 +190,7 @@ def undeclared(name, log, reads):
 
 
 def execute(source, target, name, parameters, environ, live=False, reads=None):
-    """Run notebook `source` into `target`; seconds taken, or a BuildError that says why.
+    """Run notebook `source` into `target`; seconds taken, or a BuildError.
 
     reads: the results folder and the experiments in it that the page may open.
     """
