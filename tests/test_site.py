@@ -87,7 +87,8 @@ def pages():
     files = (f for f in sorted(SITE.rglob("*.html"))
              if not f.relative_to(SITE).parts[0].startswith("_"))
     found = {p.name: p for p in map(Page, files)}
-    return {n: p for n, p in found.items() if 'http-equiv="Refresh"' not in p.html}
+    return {n: p for n, p in found.items()
+            if 'http-equiv="refresh"' not in p.html and n != "404.html"}
 
 
 @pytest.fixture(scope="module")
@@ -281,10 +282,31 @@ def test_chapters_have_the_page_frame(chapters):
 
 def test_site_is_light(pages):
     size = {f: f.stat().st_size for f in SITE.rglob("*") if f.is_file()}
-    mathjax = sum(s for f, s in size.items() if "mathjax" in f.parts)
-    assert 0 < mathjax < 4_000_000, "more of MathJax than the one build is shipped"
+    heavy = [str(f) for f in size if re.search("mathjax|fontawesome", str(f), re.I)]
+    assert not heavy, f"formulas and icons need no script: {heavy}"
     images = {f.name: s for f, s in size.items() if "_images" in f.parts and s > 1e6}
     assert not images, f"pictures above 1 MB: {images}"
+
+
+def test_every_icon_has_its_mask(pages):
+    masks = set(re.findall(r"^\.(fa-[\w-]+) \{", (SITE / "_static" / "icons.css")
+                           .read_text(), re.M))
+    sizes = {"fa-lg", "fa-solid", "fa-brands", "fa-sm"}
+    used = {name for page in pages.values() for tag in ("i", "span")
+            for icon in page.all(tag) for name in icon.get("class", "").split()
+            if name.startswith("fa-")}
+    assert used - sizes - masks == set() and {"fa-bars", "fa-list"} <= used
+
+
+def test_the_root_the_map_and_robots(pages):
+    root = (SITE / "index.html").read_text()
+    assert 'property="og:image"' in root and 'url=intro.html' in root
+    told = set(re.findall(r"<loc>https://[\w.]+/stabbook/([\w/]+\.html)</loc>",
+                          (SITE / "sitemap.xml").read_text()))
+    assert told == pages.keys() - {"genindex.html", "search.html"}
+    assert "This page is not in the book" in (SITE / "404.html").read_text()
+    assert "sitemap.xml" in (SITE / "robots.txt").read_text()
+    assert all(page.html.count('name="viewport"') == 1 for page in pages.values())
 
 
 # ------------------------------------------------------------------ one palette
@@ -355,14 +377,12 @@ def tab(shared, address):
     shared.evaluate("try { localStorage.clear() } catch (error) {}")
 
 
-READY = """async () => {
-  await document.fonts.ready;
-  if (window.MathJax && MathJax.startup) await MathJax.startup.promise;
-}"""
+READY = """async () => { await document.fonts.ready; }"""
 LOOK = """() => ({
   math: document.querySelectorAll('article .math').length,
-  rendered: document.querySelectorAll('article .math mjx-container').length,
-  wrong: [...document.querySelectorAll('mjx-merror')].map(e => e.textContent),
+  rendered: [...document.querySelectorAll('article .math math')]
+    .filter(e => e.getBoundingClientRect().width > 2).length,
+  wrong: [...document.querySelectorAll('merror')].map(e => e.textContent),
   pictures: [...document.images].filter(i => !i.complete || !i.naturalWidth)
     .map(i => i.src),
 })"""
@@ -469,7 +489,7 @@ CONTRAST = """() => {
       for (let node = walk.nextNode(); node; node = walk.nextNode()) {
         const e = node.parentElement, style = getComputedStyle(e);
         if (!node.data.trim() || !e.checkVisibility({opacityProperty: true,
-            visibilityProperty: true}) || e.closest('mjx-assistive-mml, .headerlink'))
+            visibilityProperty: true}) || e.closest('.headerlink'))
           continue;
         const under = ground(e), ink = over(rgba(style.color), under);
         const [a, b] = [light(ink), light(under)].sort((x, y) => y - x);
