@@ -12,65 +12,58 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .norms import NORMS, RMSNorm, choice, make_norm
+from .core import at_least_fp32, number, one_of, whole
+from .norms import NORMS, RMSNorm, make_norm
 
 # %% ../nbs/07_embedding.ipynb #41f2a17f
 def l2_embedding_norm(
     e: Tensor,  # (..., D) embeddings
 ) -> Tensor:  # (..., D), every row of length √D; a zero row stays zero
     "The article's e/‖e‖·√d: RMSNorm without gain, with eps 0, safe for zero rows."
-    wide = e if e.dtype == torch.float64 else e.float()
-    # the largest entry is taken out first: the square of a small one would vanish
+    wide = at_least_fp32(e)
+    # The largest entry is taken out first: the square of a small one would vanish
     largest = wide.detach().abs().amax(-1, keepdim=True)
     wide = wide / torch.where(largest > 0, largest, 1.0)
     square = wide.square().sum(-1, keepdim=True)
-    length = torch.where(largest > 0, square, 1.0).sqrt()
-    return (wide / length * math.sqrt(e.shape[-1])).to(e.dtype)
+    length = torch.where(largest > 0, square, 1.0).sqrt()  # ‖e‖, and 1 for a zero row
+    return (wide / length * math.sqrt(e.shape[-1])).to(e.dtype)  # e / ‖e‖ · √D
 
 # %% ../nbs/07_embedding.ipynb #e241459a
 class Embedding(nn.Module):
     "Token embedding, optionally multiplied by a constant, optionally normalised."
+    drawn = ("weight",)
     def __init__(
         self,
         vocab_size: int,  # V
         hidden_size: int,  # D
         *,
         embed_scale: float | None = None,  # Multiplies every row; Gemma: √D
-        embedding_norm: str | None = None,  # "rmsnorm", "layernorm" or "l2"
+        embedding_norm: str | None = None,  # A name in NORMS
         embedding_norm_gain: bool = False,  # nanochat has none, BLOOM has one
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        for name, size in dict(vocab_size=vocab_size, hidden_size=hidden_size).items():
-            if size < 1: raise ValueError(f"{name}={size} must be at least 1")
-        good = embed_scale is None or math.isfinite(embed_scale) and embed_scale > 0
-        if not good:
-            raise ValueError(f"embed_scale={embed_scale} must be a finite number "
-                             "above 0, or None for no scale")
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.embed_scale = embed_scale
+        V, D = whole("vocab_size", vocab_size), whole("hidden_size", hidden_size)
+        self.weight = nn.Parameter(torch.empty(V, D))
+        self.embed_scale = number("embed_scale", embed_scale, above=0, none=True)
         self.norm = None if embedding_norm is None else make_norm(
-            choice("embedding_norm", embedding_norm, NORMS), hidden_size, norm_eps,
+            one_of("embedding_norm", embedding_norm, NORMS), D, norm_eps,
             gain=embedding_norm_gain, bias=embedding_norm_gain)
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        "Draw the table from N(0, 0.02²)."
         nn.init.normal_(self.weight, std=0.02)
 
-# %% ../nbs/07_embedding.ipynb #c16b26d2
-def _forward(
-    self: Embedding,
-    ids: Tensor,  # (B, T) token ids
-) -> Tensor:  # (B, T, D)
-    "Look up, scale, normalise."
-    e = nn.functional.embedding(ids, self.weight)
-    # the constant is rounded to the dtype of the weights, as Gemma's checkpoints expect
-    if self.embed_scale is not None:
-        e = e * torch.tensor(self.embed_scale, dtype=e.dtype, device=e.device)
-    return e if self.norm is None else self.norm(e)
+    def reset_parameters(self):
+        "Nothing to put back: the table is drawn by whoever has the seed."
 
-Embedding.forward = _forward
+    def forward(
+        self,
+        ids: Tensor,  # (B, T) token ids
+    ) -> Tensor:  # (B, T, D)
+        "Look up, scale, normalise."
+        e = nn.functional.embedding(ids, self.weight)
+        if self.embed_scale is not None:
+            # Rounded to the dtype of the weights, as Gemma's checkpoints expect
+            e = e * torch.tensor(self.embed_scale, dtype=e.dtype, device=e.device)
+        return e if self.norm is None else self.norm(e)
 
 # %% ../nbs/07_embedding.ipynb #0fed385f
 class PerLayerEmbedding(nn.Module):
@@ -84,10 +77,8 @@ class PerLayerEmbedding(nn.Module):
         norm: nn.Module | None = None,  # Over P channels; None: RMSNorm
     ):
         super().__init__()
-        L, P = num_hidden_layers, hidden_size_per_layer_input
-        for name, size in dict(num_hidden_layers=L,
-                               hidden_size_per_layer_input=P).items():
-            if size < 1: raise ValueError(f"{name}={size} must be at least 1")
+        L = whole("num_hidden_layers", num_hidden_layers)
+        P = whole("hidden_size_per_layer_input", hidden_size_per_layer_input)
         self.sizes = L, P
         self.table = Embedding(vocab_size, L * P, embed_scale=P**0.5)
         self.proj = nn.Linear(hidden_size, L * P, bias=False)
@@ -100,4 +91,4 @@ class PerLayerEmbedding(nn.Module):
     ) -> Tensor:  # (B, T, L, P)
         table, context = self.table(ids), self.proj(x) * x.shape[-1] ** -0.5
         table, context = (t.unflatten(-1, self.sizes) for t in (table, context))
-        return (self.norm(context) + table) * 2**-0.5
+        return (self.norm(context) + table) * 2**-0.5  # (N(W x / √D) + √P t) / √2

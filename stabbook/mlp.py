@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['gelu_tanh', 'ACTIVATIONS', 'GATED', 'CLAMPED', 'ROUTERS', 'relu2', 'clamped_swiglu', 'check_mlp', 'MLP',
-           'best_groups', 'Router', 'check_router', 'Experts', 'grouped_linear', 'grouped_outer', 'MoE', 'PerLayerGate']
+           'best_groups', 'TopK', 'Router', 'grouped_linear', 'grouped_outer', 'Experts', 'MoE',
+           'update_correction_bias_', 'PerLayerGate']
 
 # %% ../nbs/06_mlp.ipynb #47499b07
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,7 +18,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .norms import LearnedScale, RMSNorm, at_least_fp32, choice
+from .core import at_least_fp32, in_backward, no_autocast, number, one_of, whole
+from .norms import LearnedScale, RMSNorm
 from .rope import PRECISIONS
 
 # %% ../nbs/06_mlp.ipynb #4004cc0a
@@ -24,7 +27,7 @@ def relu2(
     x: Tensor,  # Any shape
 ) -> Tensor:  # max(x, 0)², same shape
     "Squared ReLU (So et al. 2021, Primer)."
-    return F.relu(x).square()
+    return F.relu(x).square()  # max(x, 0)²
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 
@@ -40,24 +43,27 @@ def clamped_swiglu(
 ) -> Tensor:  # Same shape
     "SwiGLU between bounds (gpt-oss)."
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)  # g · σ(α g) · (u + 1)
 
 CLAMPED = "clamped_swiglu"
 
 def check_mlp(activation: str, alpha: float, limit: float, **sizes: int):
     "Refuse an unknown activation and sizes that can't be."
-    choice("activation", activation, (*ACTIVATIONS, *GATED, CLAMPED))
-    for name, size in sizes.items():
-        if size < 1: raise ValueError(f"{name}={size} must be at least 1")
-    for name, value in dict(swiglu_alpha=alpha, swiglu_limit=limit).items():
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name}={value} must be a finite number above 0")
+    one_of("activation", activation, (*ACTIVATIONS, *GATED, CLAMPED))
+    for name, size in sizes.items(): whole(name, size)
+    number("swiglu_alpha", alpha, above=0)
+    number("swiglu_limit", limit, above=0)
 
 # %% ../nbs/06_mlp.ipynb #37248ca5
-def gated(self: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    "What the gate of an MLP or of an expert lets through, (..., F)."
-    if self.activation == CLAMPED: return clamped_swiglu(gate, up, *self.clamp)
-    return GATED[self.activation](gate) * up
+def gated(
+    activation: str,  # Of GATED, or "clamped_swiglu"
+    clamp: tuple[float, float],  # Alpha and limit of the latter
+    gate: Tensor,  # (..., F)
+    up: Tensor,  # (..., F)
+) -> Tensor:  # (..., F)
+    "What the gate of an MLP or of an expert lets through."
+    if activation == CLAMPED: return clamped_swiglu(gate, up, *clamp)
+    return GATED[activation](gate) * up  # φ(g) ⊙ u
 
 # %% ../nbs/06_mlp.ipynb #713cdd58
 class MLP(nn.Module):
@@ -95,7 +101,7 @@ class MLP(nn.Module):
         if self.up_scale is not None: up = up * self.up_scale()
         if gate is None: return self.down_proj(ACTIVATIONS[self.activation](up))
         if self.gate_scale is not None: gate = gate * self.gate_scale()
-        return self.down_proj(gated(self, gate, up))
+        return self.down_proj(gated(self.activation, self.clamp, gate, up))
 
 # %% ../nbs/06_mlp.ipynb #f19b84ad
 ROUTERS = ("softmax", "sigmoid")
@@ -113,71 +119,20 @@ def best_groups(
     return groups.masked_fill(~kept[..., None], -math.inf).flatten(-2)
 
 # %% ../nbs/06_mlp.ipynb #d7c7b1ae
-class Router(nn.Module):
-    "Which experts a token visits, and with what weights."
-    def __init__(
-        self,
-        hidden_size: int,  # D
-        num_experts: int,  # E
-        *,
-        num_experts_per_tok: int = 2,  # k
-        router: str = "softmax",  # Or "sigmoid"
-        router_bias: bool = False,  # Learned, part of the score
-        router_correction_bias: bool = False,  # A buffer, part of the choice alone
-        n_group: int | None = None,  # Choose within the best groups; None: everywhere
-        topk_group: int | None = None,  # How many groups that are
-        norm_topk_prob: bool = True,  # Weights of a token sum to routed_scaling_factor
-        routed_scaling_factor: float = 1.0,
-        router_norm: bool = False,  # RMSNorm over √D before the scores (Gemma 4)
-        router_expert_scale: bool = False,  # A learned gain of each expert (Gemma 4)
-        norm_eps: float = 1e-6,  # Of that norm
-        router_precision: str = "fp32",  # One of PRECISIONS: see below
-    ):
-        super().__init__()
-        self.kind = choice("router", router, ROUTERS)
-        self.precision = choice("router_precision", router_precision, PRECISIONS)
-        self.k, self.groups = num_experts_per_tok, (n_group, topk_group)
-        check_router(num_experts, self.k, n_group, topk_group)
-        self.normalise, self.factor = norm_topk_prob, routed_scaling_factor
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(num_experts)) if router_bias else None
-        correction = torch.zeros(num_experts) if router_correction_bias else None
-        self.register_buffer("correction_bias", correction)
-        self.norm = RMSNorm(hidden_size, norm_eps) if router_norm else None
-        scale = nn.Parameter(torch.ones(num_experts)) if router_expert_scale else None
-        self.expert_scale = scale
-        nn.init.normal_(self.weight, std=0.02)
-
-# %% ../nbs/06_mlp.ipynb #54c170a9
-def _route(
-    self: Router,
-    x: Tensor,  # (N, D)
-) -> tuple[Tensor, Tensor]:  # Weights (N, k), experts (N, k)
-    "Score, choose, weigh."
-    if self.norm is not None: x = self.norm(x) * x.shape[-1] ** -0.5
-    cast = at_least_fp32 if self.precision == "fp32" else lambda t: t.to(x.dtype)
-    bias = None if self.bias is None else cast(self.bias)
-    with torch.autocast(x.device.type, enabled=False):  # a choice is no rounding
-        logits = at_least_fp32(F.linear(cast(x), cast(self.weight), bias))
-    scores = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
-    order = scores
-    if self.correction_bias is not None: order = order + self.correction_bias
-    if self.groups[0] is not None: order = best_groups(order, *self.groups)
-    experts = order.topk(self.k, -1).indices
-    weights = scores.gather(-1, experts)
-    if self.normalise: weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    weights = weights * self.factor
-    if self.expert_scale is not None: weights = weights * self.expert_scale[experts]
-    return weights.to(x.dtype) if self.precision == "input" else weights, experts
-
-Router.forward = _route
-
-# %% ../nbs/06_mlp.ipynb #a3d3de88
-def check_router(experts: int, k: int, n_group: int | None, topk_group: int | None):
+def check_router(
+    experts: int,  # E
+    k: int,  # How many a token visits
+    n_group: int | None,  # Of TopK
+    topk_group: int | None,  # Of TopK
+    normalised: bool,  # Whether the weights of a token sum to a constant
+):
     "Refuse numbers that do not fit."
     if not 1 <= k <= experts:
         raise ValueError(f"num_experts_per_tok={k} must be from 1 to "
                          f"num_experts={experts}")
+    if k == 1 and normalised:
+        raise ValueError("num_experts_per_tok=1 needs norm_topk_prob=False: a weight "
+                         "divided by itself is 1, and the router gets no gradient")
     if n_group is None and topk_group is None: return
     G, kept = n_group or 0, topk_group or 0
     if G < 1 or experts % G or experts // G < 2 or not 1 <= kept <= G:
@@ -188,38 +143,105 @@ def check_router(experts: int, k: int, n_group: int | None, topk_group: int | No
         raise ValueError(f"topk_group={kept} groups of {experts // G} experts must "
                          f"hold num_experts_per_tok={k}")
 
-# %% ../nbs/06_mlp.ipynb #f67bdf84
-class Experts(nn.Module):
-    "E gated MLPs, each for the tokens that visit it."
+# %% ../nbs/06_mlp.ipynb #54c170a9
+@dataclass(frozen=True)
+class TopK:
+    "Which experts are chosen by their scores, and what each of them counts."
+    num_experts: int  # E
+    num_experts_per_tok: int = 2  # k
+    router: str = "softmax"  # What makes scores of logits; or "sigmoid"
+    n_group: int | None = None  # Choose within the best groups; None: everywhere
+    topk_group: int | None = None  # How many groups that are
+    norm_topk_prob: bool = True  # Weights of a token sum to routed_scaling_factor
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self):
+        one_of("router", self.router, ROUTERS)
+        check_router(self.num_experts, self.num_experts_per_tok, self.n_group,
+                     self.topk_group, self.norm_topk_prob)
+
+    def __call__(
+        self,
+        logits: Tensor,  # (N, E)
+        correction: Tensor | None = None,  # (E,), part of the choice alone
+    ) -> tuple[Tensor, Tensor]:  # Weights (N, k), experts (N, k)
+        scores = logits.softmax(-1) if self.router == "softmax" else logits.sigmoid()
+        order = scores if correction is None else scores + correction
+        if self.n_group is not None:
+            order = best_groups(order, self.n_group, self.topk_group)
+        experts = order.topk(self.num_experts_per_tok, -1).indices
+        weights = scores.gather(-1, experts)
+        if self.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # wᵢ / Σ w
+        return weights * self.routed_scaling_factor, experts
+
+# %% ../nbs/06_mlp.ipynb #969927b4
+def router_logits(
+    x: Tensor,  # (N, D)
+    weight: Tensor,  # (E, D)
+    bias: Tensor | None,  # (E,)
+    precision: str,  # One of PRECISIONS
+) -> Tensor:  # (N, E) in fp32 or wider
+    "One linear layer; a choice must not hang on autocast's rounding."
+    cast = at_least_fp32 if precision == "fp32" else lambda t: t.to(x.dtype)
+    bias = None if bias is None else cast(bias)
+    with no_autocast(x.device):
+        return at_least_fp32(F.linear(cast(x), cast(weight), bias))
+
+def count_visits_(
+    visits: Tensor,  # (E,) integers, changed in place
+    experts: Tensor,  # (N, k)
+):
+    "Add to the count what a forward chose, without asking the device for it."
+    if in_backward(): return  # Checkpointing repeats a forward that was counted
+    chosen = experts.flatten()
+    visits.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+# %% ../nbs/06_mlp.ipynb #7e601d7c
+class Router(nn.Module):
+    "Which experts a token visits, and with what weights."
+    drawn = ("weight",)
     def __init__(
         self,
         hidden_size: int,  # D
-        intermediate_size: int,  # F of one expert
         num_experts: int,  # E
-        activation: str = "swiglu",  # Of GATED, or "clamped_swiglu"
         *,
-        bias: bool = False,
-        swiglu_alpha: float = 1.702,  # Of "clamped_swiglu"
-        swiglu_limit: float = 7.0,  # Of "clamped_swiglu"
+        router_bias: bool = False,  # Learned, part of the score
+        router_correction_bias: bool = False,  # A buffer, part of the choice alone
+        router_norm: bool = False,  # RMSNorm over √D before the scores (Gemma 4)
+        router_expert_scale: bool = False,  # A learned gain of each expert (Gemma 4)
+        norm_eps: float = 1e-6,  # Of that norm
+        router_precision: str = "fp32",  # One of PRECISIONS: see below
+        **topk,  # num_experts_per_tok, router, n_group, …, as TopK takes them
     ):
         super().__init__()
-        check_mlp(activation, swiglu_alpha, swiglu_limit, hidden_size=hidden_size,
-                  moe_intermediate_size=intermediate_size, num_experts=num_experts)
-        choice(f"num_experts={num_experts} needs a gated MLP: activation", activation,
-               (*GATED, CLAMPED))
-        self.activation, self.clamp = activation, (swiglu_alpha, swiglu_limit)
-        E, F2 = num_experts, 2 * intermediate_size
-        made = lambda *shape: nn.Parameter(torch.empty(E, *shape))
-        self.gate_up_proj = made(F2, hidden_size)  # The gate's rows first
-        self.down_proj = made(hidden_size, intermediate_size)
-        self.gate_up_bias = made(F2) if bias else None
-        self.down_bias = made(hidden_size) if bias else None
-        for p in self.parameters():
-            nn.init.normal_(p, std=0.02) if p.dim() == 3 else nn.init.zeros_(p)
+        self.topk, E = TopK(num_experts, **topk), num_experts
+        self.precision = one_of("router_precision", router_precision, PRECISIONS)
+        self.weight = nn.Parameter(0.02 * torch.randn(E, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(E)) if router_bias else None
+        self.norm = RMSNorm(hidden_size, norm_eps) if router_norm else None
+        self.expert_scale = nn.Parameter(torch.ones(E)) if router_expert_scale else None
+        made = torch.zeros(E) if router_correction_bias else None
+        self.register_buffer("correction_bias", made)
+        self.register_buffer("visits", made if made is None else made.long(), False)
 
-# %% ../nbs/06_mlp.ipynb #69ae9b40
-def _visit(
-    self: Experts,
+    def reset_parameters(self):
+        "Bias, correction and count to 0, the gains of the experts to 1."
+        for p in (self.bias, self.correction_bias, self.visits, self.expert_scale):
+            if p is not None: nn.init.constant_(p, int(p is self.expert_scale))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        "Of (N, D): weights (N, k), experts (N, k)."
+        if self.norm is not None: x = self.norm(x) * x.shape[-1] ** -0.5  # N(x) / √D
+        logits = router_logits(x, self.weight, self.bias, self.precision)
+        weights, experts = self.topk(logits, self.correction_bias)
+        if self.visits is not None and self.training: count_visits_(self.visits, experts)
+        if self.expert_scale is not None: weights = weights * self.expert_scale[experts]
+        return weights.to(x.dtype) if self.precision == "input" else weights, experts
+
+# %% ../nbs/06_mlp.ipynb #f67bdf84
+def weigh(
+    answer: Callable[[Tensor, Tensor], Tensor],  # (N·k, D), their experts -> (N·k, D)
     x: Tensor,  # (N, D)
     weights: Tensor,  # (N, k)
     experts: Tensor,  # (N, k), each below E
@@ -231,25 +253,27 @@ def _visit(
     token, w = order // experts.shape[1], weights.flatten()[order, None]
     rows = x[token]
     if scale_input: rows = rows * w.to(x.dtype)
-    answer = _answer_in_one if torch.compiler.is_compiling() else _answer
-    answers = answer(self, rows, flat)
+    answers = answer(rows, flat)
     if not scale_input: answers = answers * w
     return torch.zeros_like(x).index_add_(0, token, answers.to(x.dtype))
 
-def _answer(self, rows, flat):
-    "Each expert's answer to its block of rows; `flat` holds k experts a token."
-    counts = flat.bincount(minlength=len(self.gate_up_proj)).tolist()
+def answer_in_turn(
+    experts: "Experts",
+    rows: Tensor,  # (N·k, D), those of the first expert first
+    flat: Tensor,  # (N·k,) the expert of each, in any order
+) -> Tensor:  # (N·k, D)
+    "Each expert's answer to its block of rows."
+    counts = flat.bincount(minlength=len(experts.gate_up_proj)).tolist()
     gate_up, down, up_bias, down_bias = (None if p is None else p.unbind() for p in (
-        self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias))
+        experts.gate_up_proj, experts.down_proj,
+        experts.gate_up_bias, experts.down_bias))
     answers = []
     for e, block in enumerate(rows.split(counts)):
         if len(block) == 0: continue
         both = F.linear(block, gate_up[e], up_bias and up_bias[e])
-        inner = gated(self, *both.chunk(2, -1))
+        inner = gated(experts.activation, experts.clamp, *both.chunk(2, -1))
         answers.append(F.linear(inner, down[e], down_bias and down_bias[e]))
-    return torch.cat(answers)
-
-Experts.forward = _visit
+    return torch.cat(answers) if answers else rows
 
 # %% ../nbs/06_mlp.ipynb #7625671d
 @torch.library.custom_op("stabbook::grouped_linear", mutates_args=())
@@ -287,18 +311,62 @@ grouped_linear.register_autograd(
     ctx.save_for_backward(*inputs))
 
 # %% ../nbs/06_mlp.ipynb #42843325
-def _answer_in_one(self, rows, flat):
+def answer_at_once(
+    experts: "Experts",
+    rows: Tensor,  # (N·k, D), those of the first expert first
+    flat: Tensor,  # (N·k,) the expert of each, in any order
+) -> Tensor:  # (N·k, D)
     "The same answers in operations that torch.compile takes as they are."
-    E, device = len(self.gate_up_proj), rows.device
+    E, device = len(experts.gate_up_proj), rows.device
     counts = (flat[:, None] == torch.arange(E, device=device)).sum(0)
-    half = torch.is_autocast_enabled(device.type)
+    half = (torch.amp.is_autocast_available(device.type)
+            and torch.is_autocast_enabled(device.type))
     dtype = torch.get_autocast_dtype(device.type) if half else rows.dtype
     def layer(x, weight, bias):
         y = grouped_linear(x.to(dtype), weight.to(dtype), counts)
         return y if bias is None else y + bias.to(dtype)[flat.sort().values]
-    both = layer(rows, self.gate_up_proj, self.gate_up_bias)
-    inner = gated(self, *both.chunk(2, -1))
-    return layer(inner, self.down_proj, self.down_bias)
+    both = layer(rows, experts.gate_up_proj, experts.gate_up_bias)
+    inner = gated(experts.activation, experts.clamp, *both.chunk(2, -1))
+    return layer(inner, experts.down_proj, experts.down_bias)
+
+# %% ../nbs/06_mlp.ipynb #3b1f3cd9
+class Experts(nn.Module):
+    "E gated MLPs, each for the tokens that visit it."
+    drawn = ("gate_up_proj", "down_proj")
+    def __init__(
+        self,
+        hidden_size: int,  # D
+        intermediate_size: int,  # F of one expert
+        num_experts: int,  # E
+        activation: str = "swiglu",  # Of GATED, or "clamped_swiglu"
+        *,
+        bias: bool = False,
+        swiglu_alpha: float = 1.702,  # Of "clamped_swiglu"
+        swiglu_limit: float = 7.0,  # Of "clamped_swiglu"
+    ):
+        super().__init__()
+        check_mlp(activation, swiglu_alpha, swiglu_limit, hidden_size=hidden_size,
+                  moe_intermediate_size=intermediate_size, num_experts=num_experts)
+        one_of(f"num_experts={num_experts} needs a gated MLP: activation", activation,
+               (*GATED, CLAMPED))
+        self.activation, self.clamp = activation, (swiglu_alpha, swiglu_limit)
+        E, F2 = num_experts, 2 * intermediate_size
+        made = lambda *shape: nn.Parameter(0.02 * torch.randn(E, *shape))
+        self.gate_up_proj = made(F2, hidden_size)  # The gate's rows first
+        self.down_proj = made(hidden_size, intermediate_size)
+        self.gate_up_bias = nn.Parameter(torch.zeros(E, F2)) if bias else None
+        self.down_bias = nn.Parameter(torch.zeros(E, hidden_size)) if bias else None
+
+    def reset_parameters(self):
+        "The biases to 0."
+        for p in (self.gate_up_bias, self.down_bias):
+            if p is not None: nn.init.zeros_(p)
+
+    def forward(self, x: Tensor, weights, experts, scale_input=False) -> Tensor:
+        "As `weigh` takes them: (N, D), (N, k), (N, k) -> (N, D)."
+        sizeless = torch.compiler.is_compiling() or x.is_meta
+        answer = answer_at_once if sizeless else answer_in_turn
+        return weigh(partial(answer, self), x, weights, experts, scale_input)
 
 # %% ../nbs/06_mlp.ipynb #5ba1de3b
 class MoE(nn.Module):
@@ -338,6 +406,21 @@ class MoE(nn.Module):
         y = self.experts(tokens, *routed, self.scale_input).view(x.shape)
         return y if self.shared is None else y + self.shared(x)
 
+# %% ../nbs/06_mlp.ipynb #d17c9fa7
+@torch.no_grad()
+def update_correction_bias_(
+    model: nn.Module,  # Each of its routers with a correction is changed in place
+    rate: float = 0.001,  # u; DeepSeek V3: 0.001
+    all_reduce: Callable[[Tensor], object] | None = None,  # Sums over ranks in place
+):
+    "After a step: up for experts with too little work, down for the others."
+    for router in model.modules():
+        if not isinstance(router, Router) or router.visits is None: continue
+        if all_reduce is not None: all_reduce(router.visits)
+        c = router.visits
+        router.correction_bias += rate * (c.sum() - len(c) * c).sign()  # u · sign(c̄ - cᵢ)
+        c.zero_()
+
 # %% ../nbs/06_mlp.ipynb #bda8a14d
 class PerLayerGate(nn.Module):
     "A gated MLP whose other half is given: the layer's own embedding (Gemma 4)."
@@ -365,5 +448,6 @@ class PerLayerGate(nn.Module):
         given: Tensor,  # (B, T, P)
     ) -> Tensor:  # (B, T, D)
         gate, plain = self.gate_proj(x), ACTIVATIONS.get(self.activation)
-        inner = gated(self, gate, given) if plain is None else plain(gate) * given
+        inner = gated(self.activation, self.clamp, gate, given) if plain is None else (
+            plain(gate) * given)
         return self.down_proj(inner)

@@ -135,9 +135,9 @@ def test_bad_settings_are_refused_by_name(how, words):
 
 
 def test_bad_sizes_are_refused_by_name():
-    with pytest.raises(ValueError, match="vocab_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="vocab_size=0 must be a whole number from 1 up"):
         Embedding(0, 8)
-    with pytest.raises(ValueError, match="hidden_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="hidden_size=0 must be a whole number from 1 up"):
         Embedding(8, 0)
 
 
@@ -157,8 +157,8 @@ def test_an_embedding_for_each_layer_by_hand():
 
 
 @pytest.mark.parametrize("sizes,words", [
-    ((16, 8, 0, 4), "num_hidden_layers=0 must be at least 1"),
-    ((16, 8, 2, 0), "hidden_size_per_layer_input=0 must be at least 1"),
-    ((0, 8, 2, 4), "vocab_size=0 must be at least 1")])
+    ((16, 8, 0, 4), "num_hidden_layers=0 must be a whole number from 1 up"),
+    ((16, 8, 2, 0), "hidden_size_per_layer_input=0 must be a whole number from 1 up"),
+    ((0, 8, 2, 4), "vocab_size=0 must be a whole number from 1 up")])
 def test_sizes_of_an_embedding_for_each_layer(sizes, words):
     with pytest.raises(ValueError, match=words): PerLayerEmbedding(*sizes)

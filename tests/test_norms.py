@@ -266,8 +266,8 @@ def test_empty_batch(kind):
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: RMSNorm(0), "dim=0 must be at least 1"),
-    (lambda: RMSNorm(4, -1.0), "eps=-1.0 must be a finite number, 0 or more"),
+    (lambda: RMSNorm(0), "dim=0 must be a whole number from 1 up"),
+    (lambda: RMSNorm(4, -1.0), "eps=-1.0 must be a finite number from 0 up"),
     (lambda: RMSNorm(4, float("inf")), "eps=inf must be"),
     (lambda: RMSNorm(4, gain=(4, 2)), "must end in dim=4"),
     (lambda: RMSNorm(4, gain=()), "must end in dim=4"),

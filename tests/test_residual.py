@@ -132,7 +132,7 @@ def test_a_branch_beside_another_reads_the_stream(name):
     block = Block(nn.Identity(), f, norm, attention_norm_placement="none",
                   mlp_norm_placement=name, beside=Product())
     torch.testing.assert_close(block(h / 2), want)
-    with pytest.raises(ValueError, match="mlp_norm_placement='ngpt' must be left out"):
+    with pytest.raises(ValueError, match="'ngpt' must be left out: .* beside the MLP"):
         Block(f, f, norm, mlp_norm_placement="ngpt", beside=Product())
 
 
