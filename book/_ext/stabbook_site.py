@@ -136,7 +136,7 @@ LOST = """<!DOCTYPE html>
 
 
 def tidy(html: str) -> str:
-    "A page without the theme's script for icons (they are masks) and with one viewport."
+    "A page without the theme's script for icons, and with one viewport."
     html = VIEWPORT.sub("", HEAVY.sub("", html))
     return html.replace("<head>", f"<head>\n    {ONE_VIEWPORT}", 1)
 
