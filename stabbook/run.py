@@ -53,9 +53,9 @@ def check_warmup(
     run: "Run",
 ):
     "Refuse a warm-up after which no step is left at the peak."
-    if run.warmup_steps and run.warmup_steps >= run.steps:
-        raise ValueError(f"warmup_steps={run.warmup_steps} must be below steps="
-                         f"{run.steps}: the rate would not reach its peak and stay")
+    if run.warmup_steps and run.warmup_steps > run.steps:
+        raise ValueError(f"warmup_steps={run.warmup_steps} must be at most steps="
+                         f"{run.steps}: the rate would not reach its peak")
     decay = run.steps * run.decay_fraction if run.schedule == "wsd" else 0
     if run.warmup_steps > run.steps - decay:
         raise ValueError(

@@ -386,7 +386,7 @@ def test_bad_value_names_field_value_and_rule(field, value):
     (dict(experts_beside_mlp=True, num_experts=2, activation="swiglu", norm_placement="parallel"),
      "experts_beside_mlp=True must be left out where 'parallel'"),
     (dict(experts_beside_mlp=True, num_experts=2, activation="swiglu", norm_placement="ngpt", norm="l2"),
-     "mlp_norm_placement='ngpt' must be left out"),
+     "'ngpt' must be left out: a step on the sphere has no place for a branch"),
 ])
 def test_fields_that_do_not_fit_together(fields, words):
     with pytest.raises(ValueError, match=words): ModelConfig(**fields)

@@ -13,7 +13,7 @@ from stabbook import train as T
 from stabbook.data import load_corpus
 from stabbook.methods import METHODS, apply_method
 from stabbook.model import Decoder, ModelConfig, lm_loss
-from stabbook.train import CURVES, RULES, Run, Workspace, train
+from stabbook.train import CURVES, Run, Workspace, train
 
 TINY = ModelConfig(num_hidden_layers=2, hidden_size=32)
 RUN = Run(model=TINY, corpus="markov", sequence_length=32, steps=10, warmup_steps=3,
@@ -96,7 +96,6 @@ BAD += [("learning_rate", None), ("z_loss_multiplier", -1e-4), ("seed", -1),
 def test_bad_values_are_refused_in_words(field, value):
     with pytest.raises(ValueError) as e: Run(**{field: value})
     assert f"{field}={value!r}" in str(e.value)
-    assert field not in RULES or RULES[field][0] in str(e.value)
 
 
 @pytest.mark.parametrize("field", ["seed", "steps", "learning_rate", "max_grad_norm"])
@@ -305,12 +304,12 @@ def test_z_loss_is_trained_on_and_not_reported():
 
 @pytest.mark.parametrize("schedule", T.SCHEDULES)
 def test_learning_rate_factors_stay_in_range(schedule):
-    for warmup in (0, 1, 10, 50):
+    for warmup in (0, 1, 10, 40):
         run = Run(steps=50, warmup_steps=warmup, schedule=schedule,
                   min_learning_rate_ratio=0.1)
         factors = [T.learning_rate_factor(run, t) for t in range(50)]
         assert all(0 < f <= 1 for f in factors)
-        if warmup < 50 and schedule != "constant": assert factors[-1] < 0.3
+        if schedule != "constant": assert factors[-1] < 0.3
 
 
 def test_bfloat16_differs_a_little():
