@@ -6,7 +6,7 @@
 
 A notebook is executed (runner.py) only when something that its outputs depend on has
 changed: its code cells, the stabbook modules that it imports and those that they
-import, the lock, its parameters, Python, the results that it reads. A staged page
+import, the lock, its parameters, Python, the results that it says it reads. A staged page
 (pages.py) is the notebook as it stands in nbs/ with the outputs of that run, so a
 change of prose executes nothing. Sphinx sees only what has been staged.
 """
@@ -33,7 +33,6 @@ from runner import (SCALES, BuildError, execute, nearest, parameters_of, python_
                     read_notebook, tags)
 
 RUNNER = 1      # raise it when a change in these files makes the cached outputs wrong
-READERS = {"load", "curves", "keys", "best_scale", "sweep"}     # of results, by name
 
 
 def digest(part):
@@ -55,6 +54,20 @@ def digest_files(files):
     "16 hex digits that stand for the names and contents of files"
     return digest(sorted([str(f), hashlib.sha256(f.read_bytes()).hexdigest()]
                          for f in files if f.is_file() and f.suffix != ".pyc"))
+
+
+def imported(source, here):
+    "What a text imports of stabbook, as paths below it; `here`: the folder it stands in"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            paths = [a.name.split(".") for a in node.names]
+        elif isinstance(node, ast.ImportFrom):      # nbdev exports `from .x`
+            up = ["stabbook", *here[:len(here) - node.level + 1]] if node.level else []
+            base = up + (node.module.split(".") if node.module else [])
+            paths = [[*base, a.name] for a in node.names]
+        else:
+            continue
+        yield from (path[1:] or ["__init__"] for path in paths if path[0] == "stabbook")
 
 
 def tool(name):
@@ -79,7 +92,8 @@ class Book:
         self.here = self.root / "book"
         self.cache, self.stage = self.here / "_cache", self.here / "_stage"
         self.site = self.here / "_build"
-        self.results = Path(os.environ.get("STABBOOK_RESULTS", self.here / "results"))
+        given = os.environ.get("STABBOOK_RESULTS") or self.here / "results"
+        self.results = Path(given).expanduser().absolute()  # each page has its own folder
 
     # ------------------------------------------------------------ what there is
 
@@ -113,51 +127,36 @@ class Book:
 
     # ------------------------------------------------------------ what a page needs
 
+    @functools.cached_property
+    def modules(self):
+        "The modules of the package by their names below it, such as families.rows"
+        files = sorted(self.package.rglob("*.py"))
+        return {".".join(f.relative_to(self.package).with_suffix("").parts): f
+                for f in files}
+
     def imports(self, source):
         "The stabbook modules that `source` imports, and those that they import"
-        modules = {f.stem for f in self.package.glob("*.py")}
-        found, todo = set(), [source]
+        found, todo = set(), [(source, [])]
         while todo:
-            names = set()
-            for node in ast.walk(ast.parse(todo.pop())):
-                if isinstance(node, ast.Import):
-                    paths = [a.name.split(".") for a in node.names]
-                elif isinstance(node, ast.ImportFrom):      # nbdev exports `from .x`
-                    base = (["stabbook"] * bool(node.level)
-                            + (node.module.split(".") if node.module else []))
-                    paths = [base + [a.name] for a in node.names]
-                else:
-                    continue
-                for path in paths:
-                    if path[0] == "stabbook":
-                        names |= {"__init__", *path[1:2]}
-            for name in (names & modules) - found:
-                found.add(name)
-                todo.append((self.package / f"{name}.py").read_text("utf-8"))
+            text, here = todo.pop()
+            for path in imported(text, here):
+                steps = [".".join(path[:n]) for n in range(1, len(path) + 1)]
+                wanted = {"__init__", *steps, *(f"{s}.__init__" for s in steps)}
+                for name in (wanted & self.modules.keys()) - found:
+                    found.add(name)
+                    folder = name.split(".")[:-1]
+                    todo.append((self.modules[name].read_text("utf-8"), folder))
         return sorted(found)
 
-    def experiments_read(self, name, source):
+    def results_of(self, name):
         """The experiments whose results a page reads.
 
-        Its own, and those named in calls such as store.load("name"), directly or through
-        a variable. A call on `store` that names none may read any of them.
+        Its own, and those that its metadata name: {"stabbook": {"results": ["growth"]}}.
+        The runner notes what the page opens, and fails a page that opens something else.
         """
-        known = set(self.experiments()) | {p.name for p in self.results.glob("*/")}
-        tree = ast.parse(source)
-        named = {t.id: n.value.value for n in ast.walk(tree)
-                 if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)
-                 for t in n.targets if isinstance(t, ast.Name)}
-        read = {Path(name).name} if name.startswith("experiments/") else set()
-        for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
-            on_store = ast.unparse(call.func).startswith("store.")
-            last = ast.unparse(call.func).rpartition(".")[2]
-            values = [a.value if isinstance(a, ast.Constant) else named.get(ast.unparse(a))
-                      for a in [*call.args, *(k.value for k in call.keywords)]]
-            if on_store or last in READERS:
-                read |= known & {v for v in values if isinstance(v, str)}
-            if on_store and (not values or None in values[:1]):
-                read |= known
-        return sorted(read)
+        said = read_notebook(self.pages[name]).metadata.get("stabbook", {})
+        own = [Path(name).name] if name.startswith("experiments/") else []
+        return sorted({*own, *said.get("results", [])})
 
     def result_files(self, experiments, smoke):
         "A digest of the results on disk: those of scale smoke, or those of the others"
@@ -175,11 +174,9 @@ class Book:
         "Everything that decides the outputs of a page, and the experiments it reads"
         cells = [c for c in read_notebook(self.pages[name]).cells
                  if c.cell_type == "code"]
-        modules = sorted(f.stem for f in self.package.glob("*.py"))
-        reads = sorted(self.experiments())
+        modules, reads = sorted(self.modules), self.results_of(name)
         try:
-            source = python_source(cells)
-            modules, reads = self.imports(source), self.experiments_read(name, source)
+            modules = self.imports(python_source(cells))
         except SyntaxError:
             pass                            # the run will say where; depend on all
         parts = {"code": digest([[c.source, sorted(tags(c))] for c in cells]),
@@ -188,8 +185,7 @@ class Book:
                  "lock": digest(self.lock.read_text() if self.lock.exists() else ""),
                  "results": self.result_files(reads, smoke=False)}
         for module in modules:
-            text = (self.package / f"{module}.py").read_text("utf-8")
-            parts[f"stabbook.{module}"] = meaning(text)
+            parts[f"stabbook.{module}"] = meaning(self.modules[module].read_text("utf-8"))
         return parts, reads
 
     # ------------------------------------------------------------ execute
@@ -230,7 +226,8 @@ class Book:
         try:
             record["seconds"] = execute(self.pages[name], self.cache / f"{name}.ipynb",
                                         name, self.parameters(name),
-                                        self.environ(workers, log))
+                                        self.environ(workers, log),
+                                        reads=(self.results, reads))
         except BuildError as error:
             record |= {"passed": False, "error": str(error)}
         sweeps = [json.loads(line) for line in log.read_text().splitlines()]
@@ -401,11 +398,19 @@ def run(book, experiment, scale, workers, given):
         raise BuildError(f"EXPERIMENT={experiment} is not one of {', '.join(known)}"
                          f"{nearest(experiment, known)}")
     target = book.cache / "reproduce" / f"{experiment}-{scale}.ipynb"
+    log = book.cache / "reproduce" / f"{experiment}-{scale}.runs"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("")
     seconds = execute(known[experiment], target, f"experiments/{experiment}",
-                      {"scale": scale, **given}, book.environ(workers), live=True)
+                      {"scale": scale, **given}, book.environ(workers, log), live=True)
     print(f"{experiment} at scale {scale}: {seconds:.0f} s; results in "
           f"{book.results / experiment / scale}\nexecuted copy: {target}\n"
           "`make book` shows them.")
+    sweeps = [json.loads(line) for line in log.read_text().splitlines()]
+    if failed := sum(s.get("failed", 0) + s.get("reused_failed", 0) for s in sweeps):
+        raise BuildError(f"{failed} runs of {experiment} are stored with an error; the "
+                         "page counts them, and a sweep with retry_failed=True trains "
+                         "them again")
 
 
 def serve(book, port):

@@ -106,7 +106,7 @@ def runnable(notebook):
 
 def own_cells(notebook):
     "The cells of an executed notebook without those that papermill added"
-    added = {"injected-parameters", "papermill-error-cell-tag"}
+    added = {"injected-parameters", "injected-watch", "papermill-error-cell-tag"}
     return [c for c in notebook.cells if not added & set(tags(c))]
 
 
@@ -146,8 +146,51 @@ def kernel_talk(log):
         os.close(real)
 
 
-def execute(source, target, name, parameters, environ, live=False):
-    "Run notebook `source` into `target`; seconds taken, or a BuildError that says why"
+WATCH = """\
+def _watch(results={results!r}, log={log!r}):
+    import os, sys
+    seen = set()
+
+    def opened(event, args):
+        if event not in ("open", "os.listdir", "os.scandir") or not args:
+            return
+        path = os.path.abspath(args[0]) if isinstance(args[0], (str, os.PathLike)) else ""
+        below = path[len(results) + 1:] if path.startswith(results + os.sep) else ""
+        name, _, inside = below.partition(os.sep)
+        if inside.count(os.sep) and name not in seen:       # a file of an experiment
+            seen.add(name)
+            with open(log, "a") as file:
+                file.write(name + "\\n")
+    sys.addaudithook(opened)
+_watch(); del _watch"""
+
+
+def watched(notebook, results, log):
+    "A copy whose first cell notes which experiments' results the kernel opens"
+    import nbformat
+    notebook = copy.deepcopy(notebook)
+    source = WATCH.format(results=str(results), log=str(log))
+    cell = nbformat.v4.new_code_cell(source, metadata={"tags": ["injected-watch"]})
+    notebook.cells.insert(0, cell)
+    return notebook
+
+
+def undeclared(name, log, reads):
+    "What a page opened and does not say that it reads, in words, or None"
+    seen = set(log.read_text().split()) if log.exists() else set()
+    if extra := sorted(seen - set(reads)):
+        said = sorted({*reads, *extra} - {name.rpartition("/")[2]})
+        return (f"{name} reads the results of {', '.join(extra)} and does not say so: "
+                f'give the notebook the metadata {{"stabbook": {{"results": '
+                f"{said}}}}}".replace("'", '"'))
+    return None
+
+
+def execute(source, target, name, parameters, environ, live=False, reads=None):
+    """Run notebook `source` into `target`; seconds taken, or a BuildError that says why.
+
+    reads: the results folder and the experiments in it that the page may open.
+    """
     import papermill
     from papermill.exceptions import PapermillExecutionError
     notebook = read_notebook(source)
@@ -158,10 +201,14 @@ def execute(source, target, name, parameters, environ, live=False):
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     start, error = time.time(), None
+    opened, ready = target.with_suffix(".reads"), runnable(notebook)
+    if reads:
+        opened.write_text("")
+        ready = watched(ready, reads[0], opened)
     try:
         with kernel_talk(target.with_suffix(".kernel.log")) as stderr:
             papermill.execute_notebook(
-                runnable(notebook), target, parameters=parameters,
+                ready, target, parameters=parameters,
                 kernel_name="python3", cwd=source.parent, progress_bar=False,
                 start_timeout=120, execution_timeout=None if live else CELL_SECONDS,
                 stdout_file=sys.stdout if live else None,
@@ -171,6 +218,7 @@ def execute(source, target, name, parameters, environ, live=False):
     except Exception as fault:              # a dead kernel, a cell past its time
         error = f"{name}: {type(fault).__name__}: {str(fault).strip()[-800:]}"
     error = (target.exists() and failure(read_notebook(target), name)) or error
+    error = error or (reads and undeclared(name, opened, reads[1]))
     if error:
         raise BuildError(error)
     return time.time() - start

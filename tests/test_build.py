@@ -110,15 +110,18 @@ def test_values_from_the_command_line():
 
 # ------------------------------------------------------------------ execution, for real
 
-def execute(book, name, parameters=None):
+def execute(book, name, parameters=None, reads=None):
     target = book.cache / f"{name}.ipynb"
     code = ("import sys; sys.path.insert(0, sys.argv[1]); import json, runner, pathlib\n"
-            "s, t, n, p = sys.argv[2:]\n"
-            "try: runner.execute(pathlib.Path(s), pathlib.Path(t), n, json.loads(p), {})\n"
+            "s, t, n, p, r = sys.argv[2:]\n"
+            "s, t, p, r = pathlib.Path(s), pathlib.Path(t), json.loads(p), json.loads(r)\n"
+            "try: runner.execute(s, t, n, p, {}, reads=r)\n"
             "except runner.BuildError as e: sys.exit(str(e))")
+    given = json.dumps(None if reads is None else [str(book.results), list(reads)])
     done = subprocess.run([sys.executable, "-c", code, ROOT / "book",
                            book.nbs / f"{name}.ipynb", target, name,
-                           json.dumps(parameters or {})], capture_output=True, text=True)
+                           json.dumps(parameters or {}), given],
+                          capture_output=True, text=True)
     return done, target
 
 
@@ -166,6 +169,15 @@ def test_closure_follows_relative_imports_and_stops_there(book):           # T10
     assert book.imports("from stabbook.b import x") == ["__init__", "a", "b"]
     assert book.imports("from stabbook import d") == ["__init__", "d"]
     assert book.imports("import torch") == []
+    wing = book.package / "wing"
+    wing.mkdir()
+    (wing / "__init__.py").write_text("from .rows import r")
+    (wing / "rows.py").write_text("from ..a import x as r")
+    again = build.Book(book.root)
+    assert again.imports("from stabbook.wing import r") == [
+        "__init__", "a", "wing.__init__", "wing.rows"]
+    assert again.imports("from stabbook.wing.rows import r") == [
+        "__init__", "a", "wing.__init__", "wing.rows"]
 
 
 def test_runs_again_when_what_it_depends_on_changes(book, monkeypatch):    # T10
@@ -197,9 +209,13 @@ def test_runs_again_when_what_it_depends_on_changes(book, monkeypatch):    # T10
     assert book.why_run("01_a") == "new"
 
 
+def declaring(content, *experiments):
+    content.metadata["stabbook"] = {"results": list(experiments)}
+    return content
+
+
 def test_runs_again_when_results_that_it_reads_change(book):
-    save(book.root, "01_a", notebook("from stabbook import d as store",
-                                     "store.load('growth', scale='cpu')"))
+    save(book.root, "01_a", declaring(notebook("from stabbook import d"), "growth"))
     for name in ("01_a", "experiments/growth"):
         pretend_run(book, name)
         assert book.why_run(name) == ""
@@ -214,15 +230,49 @@ def test_runs_again_when_results_that_it_reads_change(book):
     assert book.why_run("01_a") == "changed: smoke results"
 
 
-def test_results_read_are_those_named_in_calls(book):
-    def read(source, name="01_a"):
-        return book.experiments_read(name, source)
-    (book.results / "other").mkdir()
-    assert read("store.load('growth')") == read("curves(experiment='growth')") == ["growth"]
-    assert read("NAME = 'growth'\nstore.curves(NAME)") == ["growth"]
-    assert read("store.experiments()") == read("store.load(name)") == ["growth", "other"]
-    assert read("frame.set_index('growth')") == read("store.load('demo')") == []
-    assert read("1", "experiments/growth") == ["growth"]
+def test_results_read_are_those_that_a_page_names(book):
+    assert book.results_of("01_a") == []
+    assert book.results_of("experiments/growth") == ["growth"]
+    save(book.root, "01_a", declaring(notebook("1"), "growth", "other"))
+    assert book.results_of("01_a") == ["growth", "other"]
+
+
+@pytest.mark.parametrize("reader", [
+    "import pathlib as p; p.Path(f).read_bytes()", "from os import open as o; o(f, 0)",
+    "h = open; h(f, 'rb').close()"])
+def test_a_page_that_reads_what_it_does_not_name_fails(book, reader):
+    file = book.results / "growth" / "cpu" / "1.parquet"
+    file.write_bytes(b"1")
+    cells = f"f = {str(file)!r}", reader
+    save(book.root, "01_a", notebook(*cells))
+    done = execute(book, "01_a", reads=())[0]
+    assert done.returncode == 1
+    assert "01_a reads the results of growth and does not say so" in done.stderr
+    assert '{"stabbook": {"results": ["growth"]}}' in done.stderr
+    done, target = execute(book, "01_a", reads=("growth",))
+    assert done.returncode == 0, done.stderr
+    assert len(runner.own_cells(runner.read_notebook(target))) == 2
+
+
+def test_the_results_folder_is_the_same_in_every_page(book, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STABBOOK_RESULTS", "mine")
+    assert build.Book(book.root).results == tmp_path / "mine"
+    monkeypatch.setenv("STABBOOK_RESULTS", "~/mine")
+    assert build.Book(book.root).results == Path.home() / "mine"
+    monkeypatch.setenv("STABBOOK_RESULTS", "")
+    assert build.Book(book.root).results == book.root / "book" / "results"
+
+
+def test_a_failed_run_fails_make_reproduce(book):
+    line = '{"trained": 1, "reused": 0, "failed": 2}'
+    save(book.root, "experiments/growth", notebook(SCALE, (
+        "import os\nwith open(os.environ['STABBOOK_RUN_LOG'], 'a') as f: "
+        f"f.write({line!r})")))
+    done = subprocess.run([sys.executable, ROOT / "book" / "build.py", "--root",
+                           book.root, "run", "growth"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "2 runs of growth are stored with an error" in done.stderr
 
 
 def test_scale_is_smoke_only_where_a_page_takes_it(book):

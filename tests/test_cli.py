@@ -192,40 +192,91 @@ def test_stored_failures_are_counted_and_end_the_sweep_with_code_1(call, tmp_pat
     assert last.exit_code == 0 and "8 reused, 0 failed" in last.stdout
 
 
-def test_experiment_of_the_book(call, tmp_path, monkeypatch):
+def test_an_experiment_of_the_book_is_left_to_its_page(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "no such file: learning_rate" in call("sweep", "learning_rate").stderr
-    (tmp_path / "nbs" / "experiments").mkdir(parents=True)
-    (tmp_path / "nbs" / "experiments" / "learning_rate.ipynb").touch()
-    (tmp_path / "Makefile").write_text(
-        "reproduce:\n\t@echo $(EXPERIMENT) $(SCALE) $(WORKERS) > said; exit 0\n")
-    plan = call("sweep", "learning_rate", "--dry-run")
-    assert "make reproduce EXPERIMENT=learning_rate SCALE=smoke" in plan.stdout
-    out = call("sweep", "learning_rate", "--scale", "cpu", "--workers", "2")
-    assert out.exit_code == 0
-    assert (tmp_path / "said").read_text() == "learning_rate cpu 2\n"
-    assert "did you mean 'learning_rate'?" in call("sweep", "lerning_rate").stderr
-    for option in ["--quiet"], ["--time-limit", "3"]:
-        out = call("sweep", "learning_rate", *option)
-        assert out.exit_code == 2 and "need a .toml file" in out.stderr
+    out = call("sweep", "learning_rate")
+    assert out.exit_code == 2 and "no such file: learning_rate" in out.stderr
+    assert "make reproduce EXPERIMENT=learning_rate" in out.stderr
+    (tmp_path / "folder").mkdir()
+    assert "folder cannot be read (Is a directory)" in call("sweep", "folder").stderr
 
 
-def test_failed_runs_of_an_experiment_are_tried_again_on_demand(call, tmp_path, monkeypatch):
-    from test_store import record
-    for seed, error in enumerate(["", "MemoryError", "hung"]):
-        store.save(record(seed=seed, error=error), "growth", "cpu")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "nbs" / "experiments").mkdir(parents=True)
-    (tmp_path / "nbs" / "experiments" / "growth.ipynb").touch()
-    (tmp_path / "Makefile").write_text("reproduce:\n\t@exit 0\n")
-    call("sweep", "growth", "--scale", "cpu", "--retry-failed", "--dry-run")
-    out = call("sweep", "growth", "--scale", "cpu")
-    assert out.exit_code == 1
-    assert "2 of 3 runs of growth at scale cpu are stored with an error (--retry" in out.stderr
-    assert len(store.keys("growth", "cpu")) == 3, "only when asked, and not in a dry run"
-    out = call("sweep", "growth", "--scale", "cpu", "--retry-failed")
-    assert out.exit_code == 0 and "2 failed runs will be trained again" in out.stderr
-    assert store.load("growth", "cpu").error.tolist() == [""]
+def test_pack_puts_the_runs_into_tables(call, tmp_path):
+    (tmp_path / "mine.toml").write_text(SWEEP)
+    call("sweep", tmp_path / "mine.toml", "--workers", "0", "--quiet")
+    before = store.load("mine")
+    out = call("pack", "mine", "--scale", "smoke")
+    assert out.exit_code == 0 and "8 runs of mine are in" in out.stdout
+    assert (store.folder("mine", "smoke") / "runs.parquet").exists()
+    assert store.load("mine").equals(before)
+    assert call("pack", "mien", "--scale", "smoke").exit_code == 1
+
+
+# ------------------------------------------------- nothing that was trained is lost
+
+def cli_process(*args, cwd, **environ):
+    env = {k: v for k, v in os.environ.items() if k not in ("STABBOOK_RESULTS",)}
+    env |= {"PYTHONPATH": str(ROOT), "STABBOOK_RESULTS": str(cwd / "results"), **environ}
+    return subprocess.run([sys.executable, "-m", "stabbook.cli", *args], env=env,
+                          cwd=cwd, capture_output=True)
+
+
+@pytest.mark.parametrize("coding", ["ascii", "cp1252", "latin-1"])
+def test_a_run_is_stored_and_shown_whatever_the_terminal_can_write(tmp_path, coding):
+    out = cli_process("run", *TINY, "--save", "x", cwd=tmp_path, PYTHONIOENCODING=coding)
+    assert out.returncode == 0, out.stderr
+    assert b"loss, step by step" in out.stdout and b"stored as" in out.stdout
+    assert len(store.keys("x", "smoke", tmp_path / "results")) == 1
+
+
+def test_a_run_is_stored_when_its_reader_has_left(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "STABBOOK_RESULTS": str(tmp_path)}
+    child = subprocess.Popen([sys.executable, "-m", "stabbook.cli", "run", *TINY, "--save",
+                              "x"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.close()
+    err = child.stderr.read()
+    child.wait()
+    assert len(store.keys("x", "smoke", tmp_path)) == 1
+    assert b"Traceback" not in err and b"Exception" not in err
+
+
+def test_a_run_that_cannot_be_stored_is_shown(call, monkeypatch):
+    def full(*_, **__): raise store.StoreError("the disk is full")
+    monkeypatch.setattr(store, "save", full)
+    out = call("run", *TINY, "--save", "x")
+    assert out.exit_code == 1 and "the disk is full" in out.stderr
+    assert "loss at the end" in out.stdout
+
+
+# ------------------------------------------------- options
+
+def test_none_can_be_said(call):
+    for word in "none", "None", "null":
+        out = call("run", *TINY, "--set", f"qk_norm={word}", "--set", "max_grad_norm=none",
+                   "--save", word)
+        assert out.exit_code == 0, out.output
+    assert store.load("none").max_grad_norm.isna().all()
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--scale", "nonsense"], "not one of"),
+    (["--lr", "0.1", "--set", "learning_rate=0.5"], "learning_rate is given twice"),
+    (["--set", "norm=l2", "--set", "norm=rmsnorm"], "norm is given twice"),
+    (["--device", "nonsense"], "nonsense")])
+def test_what_can_not_be_meant_is_refused(call, args, words):
+    out = call("run", *TINY, *args)
+    assert out.exit_code != 0 and words in out.stderr and "Traceback" not in out.output
+
+
+def test_set_may_give_what_an_option_defaults_to(call):
+    out = call("run", *TINY, "--set", "learning_rate=0.5")
+    assert out.exit_code == 0 and "0.5" in out.stdout
+
+
+def test_the_module_is_the_command():
+    out = subprocess.run([sys.executable, "-m", "stabbook.cli", "--version"], text=True,
+                         capture_output=True, cwd=ROOT)
+    assert out.stdout.strip() == "stabbook 0.1.0"
 
 
 def test_doctor(call, tmp_path, monkeypatch):
@@ -240,17 +291,18 @@ def test_doctor(call, tmp_path, monkeypatch):
 
 
 def test_doctor_says_what_to_do_about_what_is_missing(call, monkeypatch):
-    import importlib.util
-    from stabbook import data
-    real = importlib.util.find_spec
-    fake = lambda name, *a: None if name in ("gensim", "seaborn") else real(name, *a)
-    monkeypatch.setattr(importlib.util, "find_spec", fake)
-    monkeypatch.setattr(data, "find_spec", fake)
+    import importlib.metadata
+    real = importlib.metadata.version
+
+    def fake(name):
+        if name in ("dask", "seaborn"): raise importlib.metadata.PackageNotFoundError
+        return real(name)
+    monkeypatch.setattr(importlib.metadata, "version", fake)
     monkeypatch.setenv("PATH", "")
-    data._load.cache_clear()
     out = call("doctor")
     assert out.exit_code == 0
-    for words in ("stabbook[plots]", "stabbook[book]", "no g++"):
+    for words in ('".[plots]"', '".[book]"', '".[dev]"', "lacks seaborn", "lacks dask",
+                  "no g++"):
         assert words in out.stdout
 
 
