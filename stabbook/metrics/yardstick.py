@@ -107,7 +107,9 @@ def judge(
 def _kinds(runs, by, best):
     "Row numbers of each kind; a kind of one column goes by its plain value."
     if best is not None and by is None: by = ("method",)
-    if by is None and "run_json" in runs: keys = recipes(runs)
+    if by is None and "run_json" in runs:  # a method may differ in its code alone
+        names = runs["method"] if "method" in runs else [""] * len(runs)
+        keys = list(zip(recipes(runs), map(str, names)))
     else:
         by = ("method",) if by is None else (by,) if isinstance(by, str) else tuple(by)
         by = [c for c in by if c in runs]
