@@ -260,14 +260,16 @@ def pack(
     base = folder(experiment, scale, results)
     if not base.is_dir(): return 0
     with files.lock(base / ".pack.lock", wait=-1):
-        old, parts = _packed(base), _parts(base)
+        old, parts = dict(_packed(base)), _parts(base)
         new = []
         for key, path in sorted(parts.items()):
-            if key in old: continue
+            if key in old and not old[key].get("error"): continue
+            old.pop(key, None)  # it raised then, and was trained again
             row, note = _read(path, all_columns=True)
             new.append({**row, "note": json.dumps(note["columns"], sort_keys=True)})
         if new:
-            number = 1 + max((r["segment"] for r in old.values()), default=-1)
+            number = 1 + max((r["segment"] for r in _packed(base).values()),
+                             default=-1)
             split = {"data_page_size": 1 << 20, "use_dictionary": False,
                      "write_statistics": False}
             curves_ = _segment(new)
@@ -319,11 +321,9 @@ def state(
 ) -> str:  # "": not stored; "ok"; "failed": it raised, and its record holds the error
     "Whether a run is stored, and whether it ended with an error; no curve is read."
     base = folder(experiment, scale, results)
-    row = _packed(base).get(key)
-    if row is None:
-        path = _parts(base).get(key)
-        if path is None: return ""
-        row = _read(path, ["error"])[0]
+    path = _parts(base).get(key)
+    row = _read(path, ["error"])[0] if path else _packed(base).get(key)
+    if row is None: return ""
     return "failed" if row.get("error") else "ok"
 
 # %% ../nbs/16_store.ipynb #6340c810
@@ -395,12 +395,13 @@ def _rows(base, experiment, scale, on_bad, keys=None, published=False):
     rows, notes, bad = [], [], []
     try: table = _packed(base)
     except StoreError as e: table = {}; bad.append(str(e))
+    parts = {} if published else _parts(base)
     for key, row in table.items():
-        if not wanted(key): continue
+        if not wanted(key) or key in parts: continue
         notes.append(json.loads(row["note"]))
         rows.append({c: v for c, v in row.items() if c not in NO_COLUMN})
-    for key, path in sorted((() if published else _parts(base).items())):
-        if key in table or not wanted(key): continue
+    for key, path in sorted(parts.items()):
+        if not wanted(key): continue
         try: row, note = _read(path)
         except StoreError as e: bad.append(str(e)); continue
         rows.append(row | _model_columns(row["run_json"])); notes.append(note["columns"])
@@ -478,13 +479,14 @@ def curves(
         if key not in table and key not in parts: raise StoreError(
             f"run {key!r} is not among the {len(table.keys() | parts.keys())} of "
             f"{experiment}/{scale}; load(...).key lists them")
-    for number in sorted({table[k]["segment"] for k in wanted if k in table}):
+    for number in sorted({table[k]["segment"] for k in wanted if k not in parts}):
         names, found = _column(base / f"curves-{number:03}.parquet", f"curve.{name}")
         seen |= names
         out |= {k: np.asarray(found[k], np.float32) for k in wanted
-                if found.get(k) is not None}
+                if k not in parts and found.get(k) is not None
+                and table[k]["segment"] == number}
     for key in wanted:
-        if key in table: continue
+        if key not in parts: continue
         row, note = _read(parts[key], [f"curve.{name}"])
         seen |= note["columns"].get("curve", {}).keys()
         found = row.get(f"curve.{name}")
@@ -536,7 +538,7 @@ def read(
         n = len(keys(experiment, scale, results))
         raise StoreError(f"run {key!r} is not among the {n} of {experiment}/{scale}; "
                          "load(...).key lists them")
-    if row is not None:
+    if key not in parts:
         note = json.loads(row["note"])
         curve = {k: curves(experiment, scale, k, [key], results)[key]
                  for k in note.get("curve", {})}

@@ -412,6 +412,20 @@ def test_state_of_a_run(results):
         store.pack("exp", "cpu")
 
 
+def test_a_run_that_raised_and_was_trained_again_replaces_the_packed_one(results):
+    bad, good = record(error="MemoryError: 3 GB"), record(loss=2.25)
+    store.save(bad, "exp", "cpu")
+    store.pack("exp", "cpu")
+    good.curves["loss"] = good.curves["loss"] + 1
+    store.save(good, "exp", "cpu")
+    for _ in range(2):
+        assert store.state(good.run.key, "exp", "cpu") == "ok"
+        assert store.load("exp").final_loss.tolist() == [2.25]
+        assert store.read(good.run.key, "exp")["summary"]["error"] == ""
+        assert store.curves("exp")[good.run.key][0] == good.curves["loss"][0]
+        assert store.pack("exp", "cpu") == 1
+
+
 def test_only_the_wanted_runs(results):
     for seed in range(4): store.save(record(seed=seed), "exp", "cpu")
     wanted = [record(seed=s).run.key for s in (1, 2)]
