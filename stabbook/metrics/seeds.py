@@ -73,10 +73,11 @@ def lr50_seeds(
     picks = rng.integers(0, len(seeds), (resamples, len(seeds)))
     picks = np.r_[np.arange(len(seeds))[None], picks]  # the first draw is the sample
     lines = _lines(runs, floors, line, len(picks), rng) if criterion == "failed" else None
-    place = np.r_[0.5, rng.random(resamples)]
     kinds = runs.groupby(by, sort=False, dropna=False)
-    return {name: _one(part, criterion, seeds, picks, lines, place, margin, confidence,
-                       prior) for name, part in kinds}
+    # Where between two separated cells the answer lies is each method's own
+    return {name: _one(part, criterion, seeds, picks, lines,
+                       np.r_[0.5, rng.random(resamples)], margin, confidence, prior)
+            for name, part in kinds}
 
 def _lines(runs, floors, line, draws, rng):
     "The common line of each draw; the attention-free runs have seeds of their own."
