@@ -75,7 +75,8 @@ def load_checkpoint(
     "Read the last complete save into tensors of the same names and shapes."
     from torch.distributed import checkpoint as dcp
     path = absolute(path)
+    from torch.distributed.checkpoint.api import CheckpointException
     try: dcp.load(state, checkpoint_id=newest(path), no_dist=not dist.is_initialized())
-    except Exception as e: raise ValueError(  # dcp wraps whatever went wrong
+    except (Exception, CheckpointException) as e: raise ValueError(  # Not an Exception
         f"checkpoint {path} can't be read ({type(e).__name__}): "
         "give another folder or delete it") from e

@@ -76,19 +76,15 @@ class Workspace:
         self,
         model: ModelConfig,
         dtype: str,  # One of run.DTYPES
-        z_loss_multiplier: float,
-        device: str | torch.device,
-        compiled: bool,
+        z_loss_multiplier: float, device: torch.device | str, compiled: bool,
         slow_qk: bool = False,  # Whether W_q and W_k have a rate of their own
     ):
         self.device, self.compiled = torch.device(device), compiled
-        self.dtype, self.z_loss_multiplier, self.rotations = dtype, z_loss_multiplier, None
+        self.dtype, self.z_loss, self.rotations = dtype, z_loss_multiplier, None
         self.model = Decoder(model).to(self.device)
-        groups = sort_parameters(self.model, slow_qk)
-        self.flats = [flatten_parameters([*ps.values()]) for ps in groups.values()]
-        self.kinds = [*groups]
-        self.shapes = [{n: tuple(p.shape) for n, p in ps.items()}
-                       for ps in groups.values()]
+        self.kinds, groups = zip(*sort_parameters(self.model, slow_qk).items())
+        self.flats = [flatten_parameters([*ps.values()]) for ps in groups]
+        self.shapes = [{n: tuple(p.shape) for n, p in ps.items()} for ps in groups]
         self.balance = has_correction(self.model)
         self.loss = _compile(self._loss, self.device) if compiled else self._loss
 
@@ -104,7 +100,7 @@ class Workspace:
         with torch.autocast(self.device.type, torch.bfloat16,
                             enabled=self.dtype == "bfloat16"):
             logits, stats = self.logits(ids[:, :-1], return_stats=True)
-        loss, nll = lm_loss(logits, ids[:, 1:], self.z_loss_multiplier)
+        loss, nll = lm_loss(logits, ids[:, 1:], self.z_loss)
         return loss, nll, stats[:, 0], stats[:, 1].mean()
 
     def reset(self, run: Run) -> torch.optim.AdamW:

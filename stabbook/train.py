@@ -84,8 +84,8 @@ class PlainTrainer:
 
     def moments(self) -> dict:
         "Adam's memory of each parameter by its name, to be read and written."
-        return {n: {k: memory_of(self.optimiser, p)[k] for k in ("exp_avg", "exp_avg_sq")}
-                for n, p in self.model.named_parameters()}
+        return {name: memory_of(self.optimiser, p)
+                for name, p in self.model.named_parameters()}
 
 # %% ../nbs/14_train.ipynb #5f50559d
 def clip_(
@@ -112,7 +112,8 @@ class Watch:
     read_every: int | None = None  # None: 1 on a CPU, 10 on an accelerator
 
     def __post_init__(self):
-        for name in ("probe_every", "checkpoint_every"): whole(name, getattr(self, name))
+        whole("probe_every", self.probe_every)
+        whole("checkpoint_every", self.checkpoint_every)
         whole("read_every", self.read_every, none=True)
         number("deadline_seconds", self.limit, least=0, none=True)
         self.began, self.probed = time.perf_counter(), {}
@@ -160,7 +161,7 @@ def state_of(
     "All that moves in a run, by names that do not depend on the loop."
     state = {f"model.{n}": t for n, t in trainer.model.state_dict().items()}
     for name, pair in trainer.moments().items():
-        state |= {f"{kind}.{name}": t for kind, t in pair.items()}
+        state |= {f"{kind}.{name}": pair[kind] for kind in ("exp_avg", "exp_avg_sq")}
     return {**state, "curves": torch.from_numpy(curves)}
 
 def resume(run: Run, trainer, curves: np.ndarray, watch: Watch) -> int:
@@ -194,7 +195,8 @@ def run_steps(
                 or watch.saves(done)): continue
         curves[:, read:done] = torch.stack(waiting, 1).cpu().numpy()  # One transfer
         for i in range(read, done):
-            if not np.isfinite(curves[:2, i]).all(): return curves[:, :i + 1], "non_finite"
+            if not np.isfinite(curves[:2, i]).all():
+                return curves[:, :i + 1], "non_finite"
             if watch.on_step is not None: watch.on_step(i, curves[0, i].item())
         read, waiting = done, []
         if watch.looks(step): look(watch, trainer.model, ids, step, run.steps)
@@ -238,8 +240,8 @@ def check_loop(
         f"fast=True must be left out beside parallel={ranks.kind!r}: one flat buffer "
         "can't be cut")
     if ranks.kind == "fsdp" and run.qk_clip_threshold is not None: raise ValueError(
-        f"qk_clip_threshold={run.qk_clip_threshold} scales heads, which parallel='fsdp' "
-        "cuts apart: use parallel='ddp'")
+        f"qk_clip_threshold={run.qk_clip_threshold} scales heads, which "
+        "parallel='fsdp' cuts apart: use parallel='ddp'")
     if run.batch_size % ranks.size: raise ValueError(
         f"batch_size={run.batch_size} must be a multiple of the {ranks.size} ranks")
     return ranks.kind is None if fast is None else bool(fast)
@@ -321,13 +323,13 @@ def train(
         memory, fast = PeakMemory(device), check_loop(run, ranks, fast)
         compiled = fast and _will_compile(run, device, compile)
         trainer = _make_trainer(run, device, ranks, fast, compiled, threads)
-        (curves, status), val_loss = run_steps(run, trainer, corpus, device, watch), math.nan
-        if status == "done": val_loss = evaluate(
+        curves, status = run_steps(run, trainer, corpus, device, watch)
+        val_loss = math.nan if status != "done" else evaluate(
             trainer.called, windows.to(device), run.batch_size)
         seconds = time.perf_counter() - watch.began
-    ran = dict(device=device_name(device), threads=threads, compiled=compiled, fast=fast,
-               parallel=ranks.kind or "", ranks=ranks.size, wall_seconds=seconds,
-               peak_memory_mb=memory.mb())
+    ran = dict(device=device_name(device), threads=threads, compiled=compiled,
+               fast=fast, parallel=ranks.kind or "", ranks=ranks.size,
+               wall_seconds=seconds, peak_memory_mb=memory.mb())
     return make_record(run, curves, status, val_loss, watch.probed, ran)
 
 # %% ../nbs/14_train.ipynb #1d147311
