@@ -33,7 +33,7 @@ _NUMBERS = {
     "qk_clip_threshold": dict(above=0, none=True), "z_loss_multiplier": dict(least=0),
     "min_learning_rate_ratio": dict(least=0, most=1),
     "decay_fraction": dict(least=0, most=1),
-    "qk_learning_rate_multiplier": dict(least=0),
+    "qk_learning_rate_multiplier": dict(least=0), "correction_bias_rate": dict(least=0),
 }  # Other numbers, and the bounds of each
 
 # %% ../nbs/train/run.ipynb #ddd5aa37
@@ -170,6 +170,7 @@ class Run:
     eval_windows: int = 64  # Validation windows, the same for every run
     seed: int = 0  # Of the initial weights and of the data order
     qk_learning_rate_multiplier: float = 1.0  # Of W_q and W_k; 0 freezes them
+    correction_bias_rate: float = 0.001  # Of router_correction_bias, after each step
 
     def __post_init__(self): settle(self)
 

@@ -222,7 +222,7 @@ def test_divergence_shows_the_counts_and_the_fit(runs):
 
 def test_ranking_is_sorted_and_shows_bounds(runs):
     runs.loc[runs.method == "qkv_norm", "diverged"] = False
-    runs.loc[runs.method == "clipped softmax", "diverged"] = True
+    runs.loc[runs.method == "soft_clip", "diverged"] = True
     ax = P.ranking(runs)
     names = [t.get_text() for t in ax.get_yticklabels()]
     assert names[0] == "clipped softmax" and set(names[-2:]) == {"qkv_norm", "qk_norm_cap"}

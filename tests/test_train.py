@@ -11,6 +11,7 @@ import torch
 
 from stabbook import train as T
 from stabbook.data import load_corpus
+from stabbook.fast import FastTrainer, own_code
 from stabbook.methods import METHODS, apply_method
 from stabbook.model import Decoder, ModelConfig, lm_loss
 from stabbook.train import CURVES, Run, Workspace, train
@@ -128,14 +129,14 @@ def test_qk_clip_is_refused_where_it_would_do_something_else(changes):
 def test_normalised_weights_stay_on_the_sphere():
     "From the start on, and after every step."
     run, D = RUN.replace(normalise_weights=True, steps=3), TINY.hidden_size
-    ws = Workspace(run.model, "float32", 0.0, "cpu", False)
-    optimiser, corpus = ws.reset(run), load_corpus(run.corpus)
+    ws, corpus = Workspace(run.model, "float32", 0.0, "cpu", False), load_corpus("markov")
+    trainer = FastTrainer(run, ws)
     for step, at in enumerate(corpus.offsets(3, 8, 32, 0)):
         for p in (ws.model.attentions[0].q_proj.weight, ws.model.lm_head.weight):
             torch.testing.assert_close(p.norm(dim=1), torch.ones(len(p)))
         out = ws.model.attentions[0].o_proj.weight
         torch.testing.assert_close(out.norm(dim=0), torch.ones(out.shape[1]))
-        T._step(run, ws, optimiser, corpus.window("train", at, 32), step)
+        trainer.step(corpus.window("train", at, 32), step)
     assert run.key != RUN.replace(steps=3).key
 
 
@@ -144,7 +145,7 @@ def test_normalised_weights_stay_on_the_sphere():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_killed_and_resumed_is_unbroken(name, tmp_path):
     "After k steps and a kill; before the first checkpoint too; other runs in between."
-    run, path = VARIANTS[name], tmp_path / "run.pt"
+    run, path = VARIANTS[name], tmp_path / "run"
     whole = train(run, compile=False)
 
     def kill(step, loss):
@@ -153,7 +154,7 @@ def test_killed_and_resumed_is_unbroken(name, tmp_path):
     for at in (1, 7):
         with pytest.raises(KeyboardInterrupt):
             train(run, compile=False, on_step=kill, checkpoint=path, checkpoint_every=4)
-        assert path.exists() == (at >= 4)
+        assert bool([*path.glob('step-*')]) == (at >= 4)
         train(run.replace(seed=9, learning_rate=0.2), compile=False)
     steps = []
     resumed = train(run, compile=False, checkpoint=path, checkpoint_every=4,
@@ -161,17 +162,20 @@ def test_killed_and_resumed_is_unbroken(name, tmp_path):
     assert steps == list(range(4, 10))
     same(resumed, whole)
     same(train(run, compile=False), whole)
-    assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
+    assert [p.name for p in path.iterdir()] == ["step-0000000008"]
 
 
 def test_a_foreign_or_broken_checkpoint_is_refused(tmp_path):
-    path = tmp_path / "run.pt"
+    path = tmp_path / "run"
     train(RUN, checkpoint=path, checkpoint_every=5)
     with pytest.raises(ValueError, match="not of"):
         train(RUN.replace(seed=1), checkpoint=path)
-    path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(ValueError, match="give another file or delete it"):
+    for part in path.rglob("*.distcp"): part.write_bytes(part.read_bytes()[:500])
+    with pytest.raises(ValueError, match="give another folder or delete it"):
         train(RUN, checkpoint=path)
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ValueError, match="is a file, and must be a folder"):
+        train(RUN, checkpoint=tmp_path / "file")
 
 
 def test_another_process_gives_the_same_bits():
@@ -216,7 +220,7 @@ class Times:
 def test_ten_compilations_of_one_method():
     x, quick = torch.ones(2), dict(backend="eager", fullgraph=True, dynamic=False)
     for n in range(10):
-        assert torch.compile(T._own_code(Times(n).times), **quick)(x)[0] == n
+        assert torch.compile(own_code(Times(n).times), **quick)(x)[0] == n
     torch._dynamo.reset()
 
 
