@@ -225,7 +225,7 @@ def test_ranking_is_sorted_and_shows_bounds(runs):
     runs.loc[runs.method == "soft_clip", "diverged"] = True
     ax = P.ranking(runs)
     names = [t.get_text() for t in ax.get_yticklabels()]
-    assert names[0] == "clipped softmax" and set(names[-2:]) == {"qkv_norm", "qk_norm_cap"}
+    assert names[0] == "clipped softmax" and set(names[-2:]) == {"QKV-norm", "QK-norm + cap"}
     shown = " ".join(t.get_text() for t in ax.texts)
     assert "> 1" in shown and "< 0.003" in shown and "inf" not in shown
     ratio = P.ranking(runs, ratio_to="qkv_norm")
