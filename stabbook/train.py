@@ -64,8 +64,9 @@ class PlainTrainer:
 
     def forward(self, ids: Tensor) -> tuple:
         "(B, T + 1) -> loss, cross-entropy, largest logit (L, H), mean entropy."
-        half = self.run.dtype == "bfloat16"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+        # A cache of weights in bf16 would outlive the step inside another autocast
+        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False,
+                            enabled=self.run.dtype == "bfloat16"):
             logits, stats = self.called(ids[:, :-1], return_stats=True)
         loss, nll = lm_loss(logits, ids[:, 1:], self.run.z_loss_multiplier)
         return loss, nll, stats[:, 0].detach(), stats[:, 1].detach().mean()
