@@ -49,9 +49,7 @@ _all_ = ["Run", "Record", "learning_rate_factor", "check_size", "CURVES", "SCHED
 class PlainTrainer:
     "One run, on one device or on a rank of several: the loop to read and to copy."
     def __init__(
-        self,
-        run: Run,
-        device: torch.device,
+        self, run: Run, device: torch.device,
         ranks: Ranks = Ranks(),  # Alone, or with whom
     ):
         self.run, self.device, self.ranks = run, device, ranks
@@ -85,8 +83,8 @@ class PlainTrainer:
 
     def moments(self) -> dict:
         "Adam's memory of each parameter by its name, to be read and written."
-        return {name: memory_of(self.optimiser, p)
-                for name, p in self.model.named_parameters()}
+        named = self.model.named_parameters()
+        return {name: memory_of(self.optimiser, p) for name, p in named}
 
 # %% ../nbs/14_train.ipynb #5f50559d
 def clip_(

@@ -106,3 +106,46 @@ def test_learning_rate_factors_stay_in_range(schedule):
         factors = [learning_rate_factor(run, t) for t in range(50)]
         assert all(0 < f <= 1 for f in factors)
         if schedule != "constant": assert factors[-1] < 0.3
+
+
+def test_a_run_is_named_by_the_bytes_of_its_corpus(tmp_path):
+    "Not by the path at which they lie; the bundled ones keep the names they had."
+    text = b"to be or not to be, that is the question; " * 100
+    paths = [tmp_path / n for n in ("a.txt", "b.txt")]
+    for p in paths: p.write_bytes(text)
+    a, b = (RUN.replace(corpus=str(p)).key for p in paths)
+    assert a == b and a not in (RUN.key, RUN.replace(corpus="code").key)
+    paths[1].write_bytes(text + b"!")
+    assert RUN.replace(corpus=str(paths[1])).key != a
+    same = tmp_path / "same.txt"
+    for name in ("markov", "wiki", "code"):
+        same.write_bytes(load_corpus(name).data.tobytes())
+        assert RUN.replace(corpus=str(same)).key == RUN.replace(corpus=name).key, name
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(steps=20), "warmup_steps=40 must be at most steps=20"),
+    (dict(steps=100, warmup_steps=60, schedule="wsd", decay_fraction=0.8),
+     "warmup_steps=60 reaches into the decay, which begins at step 20"),
+    (dict(qk_learning_rate_multiplier=0.1,
+          model=TINY.replace(attention_k_eq_v=True)), "would slow values too")])
+def test_values_that_can_not_stand_together(changes, words):
+    with pytest.raises(ValueError, match=words): Run(**changes)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_rate_arrives_at_its_peak_and_never_jumps(schedule):
+    for warmup, share in ((0, 0.2), (10, 0.8), (50, 0.0)):
+        run = Run(steps=50, warmup_steps=warmup, schedule=schedule, decay_fraction=share)
+        factors = [learning_rate_factor(run, t) for t in range(50)]
+        assert max(factors) == 1
+        after = np.diff(factors[max(warmup - 1, 0):])
+        assert (after <= 0).all() and (after > -0.2).all()
+
+
+@pytest.mark.parametrize("number", [np.float32(0.25), np.float64(0.25)])
+def test_numbers_of_numpy_are_numbers(number):
+    run = RUN.replace(learning_rate=number, max_grad_norm=number)
+    assert run == RUN.replace(learning_rate=0.25, max_grad_norm=0.25)
+    assert type(run.learning_rate) is float and run.key == RUN.replace(
+        learning_rate=0.25, max_grad_norm=0.25).key
