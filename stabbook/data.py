@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPLITS', 'SHARES', 'WIKI_FILE', 'WIKI_SHA256', 'CODE_SHA256', 'MARKOV', 'decode', 'split_bytes', 'bytes_needed',
-           'unknown', 'cut_windows', 'draw_starts', 'part_for', 'Corpus', 'wiki_path', 'read_wiki', 'read_code',
-           'markov_table', 'stationary', 'entropy_rate', 'markov_bytes', 'parse_markov', 'load_corpus']
+           'cut_windows', 'draw_starts', 'part_for', 'Corpus', 'wiki_path', 'read_wiki', 'read_code', 'markov_table',
+           'stationary', 'entropy_rate', 'markov_bytes', 'parse_markov', 'load_corpus']
 
 # %% ../nbs/13_data.ipynb #33025d28
 import bz2
@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+
+from .core import one_of, unknown
 
 # %% ../nbs/13_data.ipynb #6b974043
 def decode(
@@ -41,16 +43,6 @@ def bytes_needed(
 ) -> int:  # Bytes in the whole corpus, so that the 5 % parts hold one window
     "The smallest corpus that windows of this length can be cut from."
     return 20 * (sequence_length + 1)
-
-# %% ../nbs/13_data.ipynb #632f4aac
-def unknown(
-    what: str,  # The kind of thing, such as "corpus"
-    given,  # The name that was given
-    allowed,  # The names that are known
-) -> str:  # A message: what was given, what is allowed, the nearest name
-    "Say that a name is not known, which ones are, and which is nearest."
-    from stabbook.core import unknown
-    return unknown(what, given, allowed)
 
 # %% ../nbs/13_data.ipynb #2f242034
 def cut_windows(
@@ -82,8 +74,7 @@ def part_for(
     length: int,  # T
 ) -> np.ndarray:
     "The bytes of a part, refused where no window of this length fits."
-    if split not in SPLITS: raise ValueError(unknown("split", split, SPLITS))
-    part = getattr(corpus, split)
+    part = getattr(corpus, one_of("split", split, SPLITS))
     if 1 <= length < len(part): return part
     raise ValueError(f"sequence_length={length} does not fit: the {split} part of "
                      f"corpus {corpus.name!r} has {len(part):,} bytes, and windows "
@@ -241,7 +232,7 @@ def parse_markov(
     pairs = [o.split("=", 1) if "=" in o else [name, o]
              for o, name in zip(given, MARKOV)]
     for name, value in pairs:
-        if name not in MARKOV: raise ValueError(unknown("markov option", name, MARKOV))
+        one_of("markov option", name, MARKOV)
         if not value.strip().lstrip("-").isdigit():
             raise ValueError(f"markov: {name}={value!r} is not a whole number")
     out = {**MARKOV, **{name: int(value) for name, value in pairs}}
