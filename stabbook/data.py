@@ -87,6 +87,10 @@ class Corpus:
     name: str  # As it was asked for, such as "wiki"
     data: np.ndarray = field(repr=False)  # (N,) uint8, all the bytes
     entropy: float | None = None  # Nats per byte, where it is known exactly
+    fingerprint: str = field(init=False)  # Of the bytes
+    train: np.ndarray = field(init=False)  # The parts, which can't be written to
+    valid: np.ndarray = field(init=False)
+    test: np.ndarray = field(init=False)
     vocab_size = 256
 
     def __post_init__(self):
@@ -158,7 +162,7 @@ def read_code(
     "Read the sources of gensim, after checking that they are byte for byte ours."
     spec = find_spec("gensim") if folder is None else None
     found = [folder] if folder is not None else (
-        spec.submodule_search_locations if spec else [])
+        spec.submodule_search_locations or [] if spec else [])
     files = {p.relative_to(f).as_posix(): p for f in map(Path, found)
              for p in f.rglob("*.py")}
     data = b"".join(files[name].read_bytes() for name in sorted(files))

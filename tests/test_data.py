@@ -75,7 +75,8 @@ def test_offsets_reach_both_ends_and_depend_on_arguments_alone(small):
 
 
 def test_offsets_are_the_same_on_every_machine(small):
-    assert small.offsets(2, 3, 64, seed=100).tolist() == [[33, 385, 3157], [930, 1247, 1775]]
+    found = small.offsets(2, 3, 64, seed=100).tolist()
+    assert found == [[33, 385, 3157], [930, 1247, 1775]]
 
 
 def test_parts_cannot_be_written(small):

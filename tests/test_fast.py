@@ -23,8 +23,8 @@ def same(a, b):
 
 def test_normalised_weights_stay_on_the_sphere():
     "From the start on, and after every step."
-    run, D = RUN.replace(normalise_weights=True, steps=3), TINY.hidden_size
-    ws, corpus = Workspace(run.model, "float32", 0.0, "cpu", False), load_corpus("markov")
+    run, corpus = RUN.replace(normalise_weights=True, steps=3), load_corpus("markov")
+    ws = Workspace(run.model, "float32", 0.0, "cpu", False)
     trainer = FastTrainer(run, ws)
     for step, at in enumerate(corpus.offsets(3, 8, 32, 0)):
         for p in (ws.model.attentions[0].q_proj.weight, ws.model.lm_head.weight):

@@ -23,7 +23,9 @@ def test_a_dirty_tree_is_said_to_be_dirty(tmp_path):
     git(other, "commit", "-q", "--allow-empty", "-m", "another")
     shutil.copytree(Path(stabbook.__file__).parent, tree / "stabbook",
                     ignore=shutil.ignore_patterns("__pycache__"))
-    git(tree, "add", "."); git(tree, "commit", "-q", "-m", "one"); git(tree, "tag", "v1")
+    git(tree, "add", ".")
+    git(tree, "commit", "-q", "-m", "one")
+    git(tree, "tag", "v1")
 
     def ask(**env):
         code = "from stabbook.machine import git_commit; print(git_commit())"

@@ -1,4 +1,4 @@
-"""Several ranks: the curves of one process, and checkpoints that any number can read."""
+"""Several ranks: the curves of one process, and checkpoints that any number reads."""
 import json
 import os
 import subprocess
@@ -100,8 +100,8 @@ def test_checkpoints_go_from_two_ranks_to_one_and_back(tmp_path):
     for kind, path in there.items():
         for fast in (True, False):
             steps = []
-            resumed = train(run, device="cpu", compile=False, checkpoint=path, fast=fast,
-                            on_step=lambda step, loss: steps.append(step))
+            resumed = train(run, device="cpu", compile=False, checkpoint=path,
+                            fast=fast, on_step=lambda step, loss: steps.append(step))
             assert steps == [4, 5, 6, 7], kind
             near(resumed.curves, whole)
 

@@ -136,7 +136,8 @@ def test_values_that_can_not_stand_together(changes, words):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_rate_arrives_at_its_peak_and_never_jumps(schedule):
     for warmup, share in ((0, 0.2), (10, 0.8), (50, 0.0)):
-        run = Run(steps=50, warmup_steps=warmup, schedule=schedule, decay_fraction=share)
+        run = Run(steps=50, warmup_steps=warmup, schedule=schedule,
+                  decay_fraction=share)
         factors = [learning_rate_factor(run, t) for t in range(50)]
         assert max(factors) == 1
         after = np.diff(factors[max(warmup - 1, 0):])

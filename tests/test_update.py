@@ -7,7 +7,8 @@ from stabbook.families import FAMILIES, build
 from stabbook.methods import METHODS, apply_method
 from stabbook.model import Decoder, ModelConfig
 from stabbook.run import Run
-from stabbook.update import adamw, after_update, has_correction, matrices, sort_parameters
+from stabbook.update import (adamw, after_update, has_correction, matrices,
+                             sort_parameters)
 
 
 def check(model):
@@ -21,7 +22,8 @@ def check(model):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_matrices_of_methods(method): check(Decoder(apply_method(method, ModelConfig())))
+def test_matrices_of_methods(method):
+    check(Decoder(apply_method(method, ModelConfig())))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
