@@ -88,9 +88,6 @@ class Corpus:
     data: np.ndarray = field(repr=False)  # (N,) uint8, all the bytes
     entropy: float | None = None  # Nats per byte, where it is known exactly
     fingerprint: str = field(init=False)  # Of the bytes
-    train: np.ndarray = field(init=False)  # The parts, which can't be written to
-    valid: np.ndarray = field(init=False)
-    test: np.ndarray = field(init=False)
     vocab_size = 256
 
     def __post_init__(self):
