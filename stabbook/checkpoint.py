@@ -52,8 +52,7 @@ def save_checkpoint(
         target.mkdir(parents=True)
         write_aside(target / "run.json", json.dumps(dict(key=key, step=step)).encode())
     _wait()
-    with _quiet():
-        dcp.save(state, checkpoint_id=target, no_dist=not dist.is_initialized())
+    with _quiet(): dcp.save(state, checkpoint_id=target)
     _wait()
     for old in path.glob("step-*"):
         if first and old != target: shutil.rmtree(old, ignore_errors=True)
@@ -86,9 +85,8 @@ def load_checkpoint(
     from torch.distributed import checkpoint as dcp
     path = absolute(path)
     from torch.distributed.checkpoint.api import CheckpointException
-    alone = not dist.is_initialized()
     try:
-        with _quiet(): dcp.load(state, checkpoint_id=newest(path), no_dist=alone)
+        with _quiet(): dcp.load(state, checkpoint_id=newest(path))
     except (Exception, CheckpointException) as e: raise ValueError(  # Not an Exception
         f"checkpoint {path} can't be read ({type(e).__name__}): "
         "give another folder or delete it") from e

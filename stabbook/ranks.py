@@ -70,6 +70,7 @@ def together(
             "--nproc-per-node 2 -m stabbook.train run.json")
         yield Ranks(); return
     mine = not dist.is_initialized()
+    if device.type == "cuda": torch.cuda.set_device(device)
     if mine: dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try: yield Ranks(parallel or "ddp", dist.get_rank(), dist.get_world_size())
     finally:

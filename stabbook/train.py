@@ -236,8 +236,9 @@ def check_loop(
     run: Run,
     ranks: Ranks,
     fast: bool | None,  # None: the fast loop where the run is alone
+    compile: bool | None = None,  # Only the fast loop can
 ) -> bool:  # Whether the fast loop runs
-    "Refuse what several ranks can't do."
+    "Refuse what several ranks, or the plain loop, can't do."
     if fast and ranks.kind is not None: raise ValueError(
         f"fast=True must be left out beside parallel={ranks.kind!r}: one flat buffer "
         "can't be cut")
@@ -246,7 +247,11 @@ def check_loop(
         "parallel='fsdp' cuts apart: use parallel='ddp'")
     if run.batch_size % ranks.size: raise ValueError(
         f"batch_size={run.batch_size} must be a multiple of the {ranks.size} ranks")
-    return ranks.kind is None if fast is None else bool(fast)
+    fast = ranks.kind is None if fast is None else bool(fast)
+    if compile and not fast: raise ValueError(
+        "compile=True needs the fast loop: leave it out, or give fast=True to a run "
+        "that is alone")
+    return fast
 
 def check_corpus(
     run: Run,
@@ -324,7 +329,7 @@ def train(
     windows = corpus.eval_windows("valid", run.eval_windows, run.sequence_length)
     git_commit()  # Asked before the training: nothing may fail after it
     with _alone(threads, device), together(parallel, device) as ranks:
-        memory, fast = PeakMemory(device), check_loop(run, ranks, fast)
+        memory, fast = PeakMemory(device), check_loop(run, ranks, fast, compile)
         compiled = fast and _will_compile(run, device, compile)
         trainer = _make_trainer(run, device, ranks, fast, compiled, threads)
         curves, status = run_steps(run, trainer, corpus, device, watch)

@@ -47,6 +47,22 @@ def test_compiled_gives_the_same_bits_twice_and_nearly_those_of_eager():
     np.testing.assert_allclose(a.curves["loss"], eager.curves["loss"], rtol=1e-4)
 
 
+@pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
+def test_a_compiled_step_counts_the_visits_of_experts_too():
+    run = Run(model=ModelConfig(
+        num_hidden_layers=1, hidden_size=16, num_experts=4, activation="swiglu",
+        router="sigmoid", router_correction_bias=True), corpus="markov",
+        sequence_length=16, steps=4, warmup_steps=2, eval_windows=2)
+    def bias(model, ids, step):
+        return {str(e): b for e, b in enumerate(
+            model.layers[0].mlp.branch.router.correction_bias)}
+    a, b = (train(run, compile=c, probe=bias, probe_every=1).curves
+            for c in (True, False))
+    for e in range(4):
+        assert np.abs(a[f"probe.{e}"]).max() > 0
+        np.testing.assert_allclose(a[f"probe.{e}"], b[f"probe.{e}"], atol=1e-9)
+
+
 def test_every_workspace_compiles_a_code_object_of_its_own(monkeypatch):
     "PyTorch gives up on the ninth compilation of one code object: see the next test."
     seen = []

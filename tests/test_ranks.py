@@ -134,4 +134,6 @@ def test_what_ranks_can_not_do_is_refused():
         train(RUN, parallel="ddp", device="cpu")
     with pytest.raises(ValueError, match="did you mean 'fsdp'"):
         with together("fdsp", torch.device("cpu")): pass
+    with pytest.raises(ValueError, match="compile=True needs the fast loop"):
+        train(RUN, compile=True, fast=False, device="cpu")
     assert check_loop(RUN, Ranks(), None) and not check_loop(RUN, two, None)
