@@ -3,8 +3,8 @@
     python tests/kills.py 100 [SEED]
 
 After each kill the same sweep is started again, and everything is compared with a sweep
-that nobody disturbed. tests/test_kill.py does this ten times, this script as often as it
-is told, and prints the figures. It stands beside the tests, and not in benchmarks/,
+that nobody disturbed. tests/test_kill.py does this ten times, this script as often as
+it is told, and prints the figures. It stands beside the tests, and not in benchmarks/,
 because it is the same code and its figures are counts of faults, not of seconds.
 """
 import json
@@ -79,7 +79,8 @@ class Run:
     def to_dict(self): return asdict(self)
 
     @property
-    def key(self): return f"{self.model}{int(self.learning_rate * 1e4):04x}{self.seed:04x}"
+    def key(self):
+        return f"{self.model}{int(self.learning_rate * 1e4):04x}{self.seed:04x}"
 
 
 def trainer(run, deadline_seconds=None):
@@ -177,8 +178,8 @@ def victim(target, process, sign, trace, moment, count, patience=900):
         if pid and len(found) >= count:
             return found[count - 1] if target == "worker" else pid
         time.sleep(0.004)
-    raise AssertionError(f"{target} never came to {moment} number {count}: "
-                         f"{process.communicate()[0] if process.poll() is not None else ''}")
+    said = process.communicate()[0] if process.poll() is not None else ""
+    raise AssertionError(f"{target} never came to {moment} number {count}: {said}")
 
 
 def frame(results):
@@ -207,7 +208,8 @@ def faults(results, wanted):
     there = store.keys(NAME, "smoke", results)
     if not there: return 0, there
     table = store.load(NAME, "smoke", on_bad="skip", results=results)
-    return len(table.attrs["bad_files"]) + len(set(table.key) - set(wanted[0].key)), there
+    odd = set(table.key) - set(wanted[0].key)
+    return len(table.attrs["bad_files"]) + len(odd), there
 
 
 def kill_once(root, target, moment, count, delay, wanted, real=False, again=0):
@@ -265,10 +267,11 @@ FAULTS = "failed", "lost", "twice", "torn", "orphans", "differ", "left"
 def campaign(kills, seed, folder, tell=lambda i, one: None):
     "Many kills; a table with one row for each"
     folder, rows = Path(folder), []
-    wanted = {real: undisturbed(folder / f"calm{real:d}", real) for real in (False, True)}
+    wanted = {r: undisturbed(folder / f"calm{r:d}", r) for r in (False, True)}
     for i, one in enumerate(plan(kills, seed)):
-        rows.append(kill_once(folder / f"kill{i}", wanted=wanted[one["real"]],
-                              again=2 if i % 10 == 9 else 0, **one) | {"real": one["real"]})
+        found = kill_once(folder / f"kill{i}", wanted=wanted[one["real"]],
+                          again=2 if i % 10 == 9 else 0, **one)
+        rows.append(found | {"real": one["real"]})
         tell(i, rows[-1])
     return pd.DataFrame(rows)
 
@@ -278,9 +281,9 @@ def main(kills=100, seed=0):
 
     def tell(i, one):
         bad = {k: one[k] for k in FAULTS if one[k]}
-        print(f"{i + 1:3} {one['target']:7} in {one['hit']:7} kept {one['kept']:2}, then "
-              f"trained {one['trained']:2}{'  FAULT ' + json.dumps(bad) if bad else ''}",
-              flush=True)
+        print(f"{i + 1:3} {one['target']:7} in {one['hit']:7} kept {one['kept']:2}, "
+              f"then trained {one['trained']:2}"
+              f"{'  FAULT ' + json.dumps(bad) if bad else ''}", flush=True)
     with tempfile.TemporaryDirectory(prefix="kills") as folder:
         table = campaign(int(kills), int(seed), folder, tell)
     print(f"\n{len(table)} kills, seed {seed}, {time.time() - began:.0f} s")

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['Claim', 'claim', 'is_free', 'is_abandoned', 'tidy']
 
-# %% ../../nbs/sweep/claims.ipynb #4da6a7e7
+# %% ../../nbs/sweep/claims.ipynb #ff9dc912
 from pathlib import Path
 
-from .. import files
+from .. import store
 from ..files import lock
 
 # %% ../../nbs/sweep/claims.ipynb #04a0ba44
@@ -21,7 +21,7 @@ def claim(
     "The right to train one run, for as long as the block or this process lasts."
     return lock(Path(folder) / f"{key}.claim")
 
-# %% ../../nbs/sweep/claims.ipynb #5826ccf6
+# %% ../../nbs/sweep/claims.ipynb #5029ef57
 def is_free(
     folder,  # That of the experiment, at a scale
     key: str,  # Of a run
@@ -41,7 +41,7 @@ def tidy(
     folder,  # That of the experiment, at a scale; it need not exist
 ):
     "Remove the claims and half-written files that dead processes left behind."
-    files.tidy(folder)
+    store.tidy(folder)
     for path in Path(folder).glob("*.claim"):
         try: is_free(folder, path.stem)  # Claimed and given back; one held stays
         except OSError: pass  # A closed folder can still be read
