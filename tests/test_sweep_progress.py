@@ -13,7 +13,7 @@ def test_stored_failures_are_counted_wherever_reused_runs_are(
     go(jobs(3, n1="raise"))
     again = go(jobs(5, all="sleep 0.6"), progress=True, every=0.5)
     assert (again.reused, again.reused_failed, again.failed) == (3, 1, 0)
-    assert "3 reused, of which 1 with an error (--retry-failed trains it " in repr(again)
+    assert "3 reused, of which 1 with an error (--retry-failed trains" in repr(again)
     assert " done (3 reused (1 with an error), 0 failed)" in capsys.readouterr().err
     assert go(jobs(5), dry_run=True).reused_failed == 1
 

@@ -7,7 +7,7 @@ __all__ = ['sweep', 'Job', 'change', 'grid', 'LARGEST', 'Claim', 'Failure', 'fai
            'FIRST', 'TOLERANCE', 'NEAR', 'Check', 'compare', 'verify', 'SweepFile', 'TOML_KEYS', 'from_toml', 'shown',
            'name_for', 'APART', 'end_workers', 'set_up']
 
-# %% ../../nbs/17_sweep.ipynb #e35c4b1d
+# %% ../../nbs/17_sweep.ipynb #00079d99
 import dataclasses
 import json
 import os
@@ -16,7 +16,7 @@ import time
 from contextlib import closing, nullcontext
 
 from .. import store
-from ..files import StoreError
+from ..store import StoreError
 from .claims import Claim, claim, is_free, tidy
 from .grid import LARGEST, Job, change, distinct, grid
 from .plan import ENOUGH, Plan, Summary, estimate, timings

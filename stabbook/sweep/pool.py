@@ -109,7 +109,7 @@ class Worker:
         self.pool.stop()
         self.pool.join()
 
-# %% ../../nbs/sweep/pool.ipynb #9ab2bfbf
+# %% ../../nbs/sweep/pool.ipynb #fbc3bac0
 _idle, IDLE = [], 300.0  # Workers that wait, and how many seconds they do
 
 def _hire(devices, setup, n):
@@ -133,10 +133,18 @@ def end_workers(
     workers=None,  # Only these; None: all that wait
 ):
     "End the processes that wait for another sweep."
+    ours = []
     for worker in list(_idle if workers is None else workers):
         try: _idle.remove(worker)
         except ValueError: continue  # Another sweep has it, or it was ended
-        worker.stop()
+        ours.append(worker)
+    _stop(ours)
+
+def _stop(workers):
+    "End processes, all at once and then one by one."
+    for worker in workers:
+        if worker.pool: worker.pool.stop()
+    for worker in workers: worker.stop()
 
 # %% ../../nbs/sweep/pool.ipynb #a686567b
 DEATHS = 3  # Of its worker, after which a run is given up
@@ -160,7 +168,7 @@ def _ended(orders, job, hung, deaths, seconds):
     return _bury(orders, job, f"its worker process died {deaths} times (killed, "
                  "perhaps because the machine ran out of memory)", seconds)
 
-# %% ../../nbs/sweep/pool.ipynb #56cc8e95
+# %% ../../nbs/sweep/pool.ipynb #a3b59566
 def outcomes_here(
     orders,  # Of the sweep
     jobs,
@@ -185,11 +193,10 @@ def outcomes_here(
                     found, early = _found(orders, w, future, deaths, early, start)
                     if found: yield found
                     else: w.queue.insert(0, w.job)
-    finally:
-        for w in free: w.queue = []
-        _rest(free)
-        for w, _ in busy.values(): w.pool.stop()  # All at once, then one by one
-        for w, _ in busy.values(): w.stop()
+    except BaseException:  # Ctrl-C, a full disk: nobody waits for another sweep
+        _stop([*free, *(w for w, _ in busy.values())])
+        raise
+    _rest(free)
 
 # %% ../../nbs/sweep/pool.ipynb #12ec839a
 def _found(orders, worker, future, deaths, early, start):

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['APART', 'name_for', 'shown']
 
-# %% ../../nbs/sweep/shown.ipynb #d978b1ae
+# %% ../../nbs/sweep/shown.ipynb #e4b821f6
 import pandas as pd
 
 from .. import store
-from ..files import StoreError
+from ..store import StoreError
 
 # %% ../../nbs/sweep/shown.ipynb #9df571b1
 APART = "-changed"  # What is added to the name of an experiment that was changed

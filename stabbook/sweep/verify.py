@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OUTCOMES', 'FIRST', 'TOLERANCE', 'NEAR', 'Check', 'explained', 'compare', 'check', 'verify']
 
-# %% ../../nbs/sweep/verify.ipynb #64d5e659
+# %% ../../nbs/sweep/verify.ipynb #716676ff
 import random
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import torch
 
 from .. import machine, metrics, store, train
 from ..core import whole
-from ..files import StoreError
+from ..store import StoreError
 from ..run import Run
 from .worker import in_words
 

@@ -6,7 +6,7 @@
 __all__ = ['Failure', 'failure', 'in_words', 'set_up', 'state_of', 'parts_of', 'is_stored', 'error_of', 'Orders', 'keep', 'work',
            'begin', 'work_all', 'one_thread']
 
-# %% ../../nbs/sweep/worker.ipynb #12bbd1da
+# %% ../../nbs/sweep/worker.ipynb #4f242080
 import functools
 import gc
 import importlib
@@ -25,8 +25,9 @@ import torch
 
 import stabbook
 from .. import store, train
-from ..files import StoreError, explain
+from ..files import explain
 from ..run import Record
+from ..store import StoreError
 from .claims import claim
 
 # %% ../../nbs/sweep/worker.ipynb #512b753c
