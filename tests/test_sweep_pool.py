@@ -3,6 +3,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from stabbook import sweep as lab
 from stabbook.model import ModelConfig
 from stabbook.run import Run as RealRun
 from stabbook.sweep import sweep
-from stabbook.sweep.pool import chunks, workers_for
+from stabbook.sweep.pool import accelerators, chunks, workers_for
 from stabbook.train import train
 
 pytest_plugins = "sweeps"
@@ -148,3 +149,77 @@ def test_same_bits_in_this_process_or_in_two_workers_in_any_order(results):
     for name in "loss", "grad_norm":
         a, b = (store.curves(e, name=name) for e in ("here", "there"))
         assert all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def seen_device(run, **_):
+    "What a worker sees of the accelerators"
+    done = result(run)
+    done.provenance["device"] = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
+    time.sleep(0.3)
+    return done
+
+
+def test_each_worker_has_an_accelerator_of_its_own(results):
+    "Also the one that takes the place of a dead one"
+    go(jobs(8, n3="die_once"), workers=2, trainer=seen_device, devices=["7", "GPU-9a"])
+    df = store.load("exp")
+    assert set(df.device) == {"7", "GPU-9a"}
+    assert (df.groupby("worker").device.nunique() == 1).all()
+    go(jobs(10), workers=2, trainer=seen_device, devices=())
+    left = set(store.load("exp").device) - {"7", "GPU-9a"}
+    assert left == {os.environ.get("CUDA_VISIBLE_DEVICES", "unset")}
+
+
+@pytest.mark.parametrize("given, there, names", [
+    (None, 2, ["0", "1"]), ("3, 5", 2, ["3", "5"]), ("", 0, []), ("0", 0, []),
+    ("MIG-a,MIG-b", 1, ["MIG-a"])])
+def test_accelerators_are_those_that_this_process_may_use(
+        monkeypatch, given, there, names):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+    if given is None: monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert accelerators() == names
+    assert workers_for(None, accelerators()) == (len(names) or workers_for(None))
+
+
+def test_a_worker_that_dies_before_its_first_job_is_replaced(results, tmp_path):
+    "Its jobs are not to blame"
+    code = tmp_path / "once.py"
+    code.write_text("import os, signal\n"
+                    f"mark = {str(tmp_path / 'died')!r}\n"
+                    f"if os.getpid() != {os.getpid()} and not os.path.exists(mark):\n"
+                    "    open(mark, 'w').close()\n"
+                    "    os.kill(os.getpid(), signal.SIGKILL)\n")
+    summary = go(jobs(4), workers=1, setup=str(code))
+    assert (summary.trained, summary.failed) == (4, 0) and (tmp_path / "died").exists()
+
+
+def test_workers_that_never_begin_end_the_sweep(results, tmp_path):
+    code = tmp_path / "always.py"
+    code.write_text(f"import os, signal\nif os.getpid() != {os.getpid()}:\n"
+                    "    os.kill(os.getpid(), signal.SIGKILL)\n")
+    with pytest.raises(RuntimeError, match="worker processes die before they begin"):
+        go(jobs(2), workers=1, setup=str(code))
+    assert store.keys("exp", "smoke") == set()
+
+
+def test_a_trainer_of_a_notebook_travels_to_the_workers(results):
+    "One that can't be imported there, as a function of a notebook can't"
+    text = "three"
+
+    def mine(run, **_):
+        done = result(run)
+        done.provenance["text"] = text
+        return done
+    assert go(jobs(2), workers=2, trainer=mine).trained == 2
+    assert set(store.load("exp").text) == {"three"}
+
+
+def test_workers_wait_for_another_sweep_until_they_are_ended(results):
+    go(jobs(2), workers=2)
+    first = set(store.load("exp").worker)
+    go(jobs(2, "again"), workers=2)
+    df = store.load("exp")
+    assert set(df.worker) == first and all(map(alive, first))
+    lab.end_workers()
+    wait_for(lambda: not any(map(alive, first)), 10)

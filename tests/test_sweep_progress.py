@@ -3,6 +3,7 @@ import io
 import re
 import sys
 
+import pytest
 from sweeps import go, jobs, start
 
 pytest_plugins = "sweeps"
@@ -59,3 +60,19 @@ def test_progress_on_a_terminal_is_a_bar(results, monkeypatch):
     assert "reused=2" in bar and "failed=1" in bar
     assert re.search(r"\d/5 \[\d\d:\d\d<", bar), "time passed and left"
     assert len(re.findall(r"seed=4 failed: RuntimeError: a run that raises", bar)) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_a_stderr_nothing_is_shown_and_all_is_trained(
+        results, monkeypatch, workers):
+    "F31: a program without a window has none"
+    monkeypatch.setattr(sys, "stderr", None)
+    summary = go(jobs(3, n1="raise"), progress=True, every=0.0, workers=workers)
+    assert (summary.trained, summary.failed) == (2, 1)
+
+
+def test_an_interrupted_sweep_without_a_stderr_is_silent(results, monkeypatch, capsys):
+    def stop(run, **_): raise KeyboardInterrupt
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(KeyboardInterrupt): go(jobs(2), trainer=stop, progress=True)
+    assert capsys.readouterr().out == ""

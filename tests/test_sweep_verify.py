@@ -11,7 +11,7 @@ from stabbook import sweep as lab
 from stabbook.model import ModelConfig
 from stabbook.run import Run
 from stabbook.store import StoreError
-from stabbook.sweep.verify import check
+from stabbook.sweep.verify import check, explained
 
 BASE = Run(model=ModelConfig(hidden_size=16, num_hidden_layers=1), steps=5,
            warmup_steps=1, corpus="markov:1,4,0,20000", sequence_length=16,
@@ -154,3 +154,48 @@ def test_wrong_names_are_answered_with_the_right_ones(results):
         out = call(*args)
         assert out.exit_code == code and words in out.stderr, out.output
     with pytest.raises(ValueError, match="n=0 must be"): lab.verify(0)
+
+
+ROW = SimpleNamespace(learning_rate=0.013, best_rate=0.003, best_loss=2.5)
+
+
+@pytest.mark.parametrize("then, now, same", [
+    ((2.7551, "ok"), 2.8360, True), ((2.8426, "derailed"), 2.7088, True),
+    ((2.79, "ok"), 3.3, True), ((3.3, "derailed"), 2.79, True),
+    ((float("nan"), "non_finite"), 3.4, True), ((6.0, "above_initial"), 3.4, True),
+    ((2.5, "ok"), 3.3, False), ((3.3, "derailed"), 2.5, False),
+    ((2.5, "ok"), float("nan"), False), ((99.0, "above_initial"), 2.5, False),
+    ((2.5, "ok"), 2.55, True)])
+def test_a_verdict_counts_where_chaos_cannot_turn_it(then, now, same):
+    "B3: the line is at 2.8 nats, and a run on another processor ends 0.06 nats away"
+    found, words = explained(then, (now, 5.5), ROW)
+    assert found is same, words
+
+
+def test_a_flip_near_the_line_is_consistent_and_told(results):
+    "Same beginning, another end: final loss and verdict of a run near the edge"
+    table = store.load("exp", "cpu")
+    row = SimpleNamespace(**table.iloc[0].to_dict())
+    row.best_loss, row.best_rate = row.final_loss - 0.25, 0.001
+    row.verdict = "derailed"
+    then = store.read(row.key, "exp", "cpu")
+    now = SimpleNamespace(curves={k: v.copy() for k, v in then["curves"].items()},
+                          provenance=then["provenance"],
+                          summary=dict(then["summary"]))
+    now.curves["loss"][4] *= np.float32(1.02)
+    then["summary"]["final_loss"] += 0.1
+    outcome, why = lab.compare(then, now, row)
+    assert outcome == "consistent", why
+    assert "verdict derailed then and ok now, within 0.2 nats of the line" in why
+    row.best_loss, then["summary"]["final_loss"] = row.final_loss, row.final_loss + 1
+    assert lab.compare(then, now, row)[0] == "different"
+
+
+def test_a_missing_corpus_is_not_trained_and_has_its_own_count(results):
+    def absent(run): raise FileNotFoundError("corpus 'wiki' needs gensim")
+    found = outcomes(trainer=absent)
+    assert {o for o, _ in found} == {"not trained"}
+    assert all("FileNotFoundError: corpus 'wiki' needs gensim" in w for _, w in found)
+    failed = lab.failure(BASE, "time limit")
+    assert {o for o, _ in outcomes(trainer=lambda run: failed)} == {"not trained"}
+    assert lab.OUTCOMES == ("bit-equal", "consistent", "different", "not trained")

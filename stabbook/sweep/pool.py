@@ -6,10 +6,11 @@
 __all__ = ['IDLE', 'DEATHS', 'chunks', 'accelerators', 'workers_for', 'Worker', 'end_workers', 'outcomes_here',
            'outcomes_elsewhere', 'outcomes']
 
-# %% ../../nbs/sweep/pool.ipynb #9670374e
+# %% ../../nbs/sweep/pool.ipynb #753e433d
 import itertools
 import os
 import pickle
+import sys
 import threading
 import time
 import warnings
@@ -65,7 +66,7 @@ def workers_for(
     try: return max(1, backend.effective_n_jobs(n if n is not None else -1))
     except Exception: return cpu_count()
 
-# %% ../../nbs/sweep/pool.ipynb #0c2ede06
+# %% ../../nbs/sweep/pool.ipynb #f030d074
 @contextmanager
 def _large_pages():
     "Processes started in here take memory in large pages, where Linux and glibc can."
@@ -74,6 +75,16 @@ def _large_pages():
     try: yield
     finally:
         if before is None: os.environ.pop(name, None)
+
+@contextmanager
+def _streams():
+    "Something to flush where a program has no stdout or stderr: loky flushes both."
+    lost = [n for n in ("stdout", "stderr") if getattr(sys, n) is None]
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        for name in lost: setattr(sys, name, nowhere)
+        try: yield
+        finally:
+            for name in lost: setattr(sys, name, None)
 
 # %% ../../nbs/sweep/pool.ipynb #f42707eb
 def _work(packed):
@@ -168,7 +179,7 @@ def _ended(orders, job, hung, deaths, seconds):
     return _bury(orders, job, f"its worker process died {deaths} times (killed, "
                  "perhaps because the machine ran out of memory)", seconds)
 
-# %% ../../nbs/sweep/pool.ipynb #a3b59566
+# %% ../../nbs/sweep/pool.ipynb #7145df7d
 def outcomes_here(
     orders,  # Of the sweep
     jobs,
@@ -180,7 +191,7 @@ def outcomes_here(
     parts, busy, deaths, early = chunks(jobs, workers, largest), {}, {}, 0
     free = _hire(devices, orders.setup, min(workers, len(jobs)))
     try:
-        with _large_pages():
+        with _large_pages(), _streams():
             while parts or busy or any(w.queue for w in free):
                 for w in list(free):
                     if not w.queue and parts: w.queue = parts.pop(0)

@@ -78,7 +78,7 @@ def _agree(then, now, tolerance):
     apart = ~np.isclose(b[:n], a[:n], rtol=tolerance, atol=0.0, equal_nan=True)
     return int(apart.argmax()) if apart.any() else n, max(len(a), len(b))
 
-# %% ../../nbs/sweep/verify.ipynb #b48bfa5d
+# %% ../../nbs/sweep/verify.ipynb #2ab27033
 def _verdicts(loss, initial, row):
     "The verdicts of a run that ends at this loss, give or take what chaos may do."
     best = dict(learning_rate=row.learning_rate, best_rate=row.best_rate)
@@ -98,8 +98,8 @@ def explained(
     if "ok" not in (verdict, verdicts[0]): return True, f"{words}: failed both times"
     ok = {v == "ok" for v in verdicts}
     before = {v == "ok" for v in [verdict, *_verdicts(loss, now[1], row)]}
-    if len(ok) == 2 or len(before) == 2 and abs(loss - now[0]) <= 2 * NEAR:
-        return True, f"{words}, within {NEAR:g} nats of the line between them"
+    if len(ok) == 2 or len(before) == 2: return True,(
+        f"{words}, within {NEAR:g} nats of the line between them")
     return False, words
 
 # %% ../../nbs/sweep/verify.ipynb #8da7462f
