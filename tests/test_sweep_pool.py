@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from sweeps import (HERE, alive, go, jobs, result, started,
+from sweeps import (HERE, alive, go, jobs, result, started, trainer,
                     wait_for)
 
 from stabbook import store
@@ -152,17 +152,19 @@ def test_same_bits_in_this_process_or_in_two_workers_in_any_order(results):
 
 
 def seen_device(run, **_):
-    "What a worker sees of the accelerators"
-    done = result(run)
+    "What a worker sees of the accelerators; one of them dies first, where told to"
+    done = trainer(run)
     done.provenance["device"] = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     time.sleep(0.3)
     return done
 
 
-def test_each_worker_has_an_accelerator_of_its_own(results):
+def test_each_worker_has_an_accelerator_of_its_own(results, tmp_path):
     "Also the one that takes the place of a dead one"
-    go(jobs(8, n3="die_once"), workers=2, trainer=seen_device, devices=["7", "GPU-9a"])
+    some = jobs(8, n3=f"die_once {tmp_path / 'died'}")
+    go(some, workers=2, trainer=seen_device, devices=["7", "GPU-9a"])
     df = store.load("exp")
+    assert (tmp_path / "died").exists() and len(df) == 8 and df.worker.nunique() == 3
     assert set(df.device) == {"7", "GPU-9a"}
     assert (df.groupby("worker").device.nunique() == 1).all()
     go(jobs(10), workers=2, trainer=seen_device, devices=())

@@ -209,14 +209,14 @@ def outcomes_here(
         raise
     _rest(free)
 
-# %% ../../nbs/sweep/pool.ipynb #12ec839a
+# %% ../../nbs/sweep/pool.ipynb #7b2451cf
 def _found(orders, worker, future, deaths, early, start):
     "The outcome of a job or None, and how many workers died before they had any."
     error, job = future.exception(), worker.job
     if error is None: return future.result(), 0
     seconds = time.monotonic() - start
     if isinstance(error, BrokenExecutor):  # The pool's word for one that never began
-        if early < 2 * DEATHS: return None, early + 1
+        if early < DEATHS: return None, early + 1
         raise RuntimeError("worker processes die before they begin: perhaps the "
                            "machine has no memory left for them") from error
     hung = isinstance(error, TimeoutError)
