@@ -235,7 +235,8 @@ class Router(nn.Module):
         if self.norm is not None: x = self.norm(x) * x.shape[-1] ** -0.5  # N(x) / √D
         logits = router_logits(x, self.weight, self.bias, self.precision)
         weights, experts = self.topk(logits, self.correction_bias)
-        if self.visits is not None and self.training: count_visits_(self.visits, experts)
+        counted = self.visits is not None and self.training
+        if counted: count_visits_(self.visits, experts)
         if self.expert_scale is not None: weights = weights * self.expert_scale[experts]
         return weights.to(x.dtype) if self.precision == "input" else weights, experts
 
@@ -418,7 +419,8 @@ def update_correction_bias_(
         if not isinstance(router, Router) or router.visits is None: continue
         if all_reduce is not None: all_reduce(router.visits)
         c = router.visits
-        router.correction_bias += rate * (c.sum() - len(c) * c).sign()  # u · sign(c̄ - cᵢ)
+        # u · sign(c̄ - cᵢ)
+        router.correction_bias += rate * (c.sum() - len(c) * c).sign()
         c.zero_()
 
 # %% ../nbs/06_mlp.ipynb #bda8a14d
