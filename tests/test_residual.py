@@ -6,6 +6,7 @@ import torch.nn as nn
 from stabbook.attention import Attention
 from stabbook.embedding import Embedding
 from stabbook.mlp import MLP
+from stabbook.model import Decoder, ModelConfig, normalise_weights_
 from stabbook.norms import L2Norm, LayerNorm, LearnedScale, RMSNorm
 from stabbook.reparam import LayerScale
 from stabbook.residual import (ALIASES, PLACEMENTS, RESIDUALS, Beside, Block, DeepNorm,
@@ -300,3 +301,29 @@ def test_resetting_a_block_puts_its_scalar_back():
     block.reset_parameters()
     assert block.scalar.item() == 1
     Block(nn.Identity(), nn.Identity(), lambda: RMSNorm(D)).reset_parameters()
+
+
+@pytest.mark.parametrize("qk_norm_gain", ["shared", "per_head"])
+def test_every_expert_lies_on_the_sphere_and_no_bias_or_gain_does(qk_norm_gain):
+    config = ModelConfig(
+        hidden_size=32, norm="l2", norm_placement="ngpt", final_norm=False, num_experts=4,
+        activation="swiglu", mlp_bias=True, router_bias=True, num_shared_experts=1,
+        num_hidden_layers=2, qk_norm="rmsnorm", qk_norm_gain=qk_norm_gain,
+        num_attention_heads=1)  # The gain of a head is as wide as the stream
+    model, turned = Decoder(config), set()
+    with torch.no_grad():
+        for p in model.parameters(): p.normal_()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    normalise_weights_(model)
+    for n, p in model.named_parameters():
+        if torch.equal(p, before[n]): continue
+        turned.add(n.removesuffix(".weight").rsplit(".", 1)[-1])
+        axis = -2 if "o_proj" in n or "down_proj" in n else -1
+        length = before[n].norm(dim=axis, keepdim=True)
+        torch.testing.assert_close(p, before[n] / length)
+    assert turned == {"embedding", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "router",
+                      "gate_up_proj", "gate_proj", "up_proj", "down_proj"}
+    same = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
+    assert {n.rsplit(".", 1)[-1] for n in same} == {
+        "weight", "bias", "gate_up_bias", "down_bias"}
+    assert all("norm" in n or "alpha" in n for n in same if n.endswith("weight"))
