@@ -23,7 +23,7 @@ VARIANTS = {
     "window": dict(sliding_window=3),
     "cap": dict(attn_logit_softcapping=5.0),
     "clip": dict(attn_prob_clip=(1.03, -0.03)),
-    "temperature": dict(attn_logit_temperature=0.5),
+    "multiplier": dict(attn_logit_multiplier=0.5),
     "bias": dict(attention_bias=True, attention_out_bias=True),
     "chunk": dict(attention_chunk_size=3),
     "sinks": dict(attention_sinks=True),
@@ -54,26 +54,26 @@ def rotation(start=0, length=T, dtype=torch.float32):
 
 def loop(attn, x, rope, mask=None):
     "The same attention as four nested loops"
-    q, k, v = attn.project(x, rope)
+    (q, k, v), kind = attn.project(x, rope), attn.mask_kind
     y = torch.zeros(q.shape, dtype=x.dtype)
     for b in range(x.shape[0]):
         for h in range(attn.num_attention_heads):
             g = h // (attn.num_attention_heads // attn.num_key_value_heads)
             for i in range(x.shape[1]):
-                first = 0 if attn.sliding_window is None else max(0, i - attn.sliding_window + 1)
-                if attn.chunk:
+                first = 0 if kind.sliding_window is None else max(0, i - kind.sliding_window + 1)
+                if kind.chunk:
                     pad = 0 if mask is None else int((mask[b].cumsum(0) == 0).sum())
-                    first = max(0, (i - pad) // attn.chunk * attn.chunk + pad)
+                    first = max(0, (i - pad) // kind.chunk * kind.chunk + pad)
                 seen = [j for j in range(first, i + 1) if mask is None or mask[b, j]]
                 if not seen:
                     continue
-                z = torch.stack([q[b, i, h] @ k[b, j, g] for j in seen]) * attn.scale
-                if attn.cap:
-                    z = attn.cap * torch.tanh(z / attn.cap)
+                z = torch.stack([q[b, i, h] @ k[b, j, g] for j in seen]) * attn.score.scale
+                if attn.score.cap:
+                    z = attn.score.cap * torch.tanh(z / attn.score.cap)
                 if attn.sinks is not None: z = torch.cat((z, attn.sinks[h:h + 1]))
                 p = torch.softmax(z, 0)
-                if attn.clip:
-                    zeta, gamma = attn.clip
+                if attn.score.clip:
+                    zeta, gamma = attn.score.clip
                     p = torch.clamp((zeta - gamma) * p + gamma, 0, 1)
                 y[b, i, h] = sum(w * v[b, j, g] for w, j in zip(p, seen))
     return attn.o_proj(y.flatten(2))
@@ -162,7 +162,7 @@ def test_a_cap_leaks_nothing(cap, how):
 @pytest.mark.parametrize("stats", [False, True])
 def test_a_cap_is_never_dropped(backend, stats):
     def run(cap):
-        attn = build(attn_logit_softcapping=cap, backend=backend, attn_logit_temperature=20.0)
+        attn = build(attn_logit_softcapping=cap, backend=backend, attn_logit_multiplier=20.0)
         return attn(inputs(), rotation(), stats=[] if stats else None)
     none, c50, c5 = run(None), run(50.0), run(5.0)
     assert min((none - c50).abs().max(), (c50 - c5).abs().max()) > 1e-3
@@ -280,7 +280,7 @@ def test_statistics_against_a_loop():
         largest, entropies = -math.inf, []
         for b in range(B):
             for i in range(T):
-                z = k[b, :i + 1, h // (H // K)] @ q[b, i, h] * attn.scale
+                z = k[b, :i + 1, h // (H // K)] @ q[b, i, h] * attn.score.scale
                 p = z.softmax(0)
                 largest = max(largest, z.max().item())
                 entropies.append(-(p * p.log()).sum().item())
@@ -303,7 +303,7 @@ def test_the_logit_is_the_one_before_the_cap_and_inside_the_mask(cap):
     x[:, -1] *= 100                                      # visible to the last query alone
     attn(x, stats=stats)
     q, k, _ = attn.project(x)
-    z = torch.einsum("bthc,bshc->bhts", q, k.repeat_interleave(H // K, 2)) * attn.scale
+    z = torch.einsum("bthc,bshc->bhts", q, k.repeat_interleave(H // K, 2)) * attn.score.scale
     visible = z.masked_fill(~allowed_keys(T, T), -math.inf).amax((0, 2, 3))
     torch.testing.assert_close(stats[0][0], visible)
     assert not stats[0].requires_grad
@@ -444,7 +444,7 @@ def test_the_articles_class_is_a_thin_face():
 
 @pytest.mark.parametrize("args,how,words", [
     ((64, 6), {}, ["hidden_size=64", "num_attention_heads=6", "head_dim"]),
-    ((64, 4, 3), {}, ["num_attention_heads=4", "num_key_value_heads=3"]),
+    ((64, 4, 3), {}, ["num_attention_heads=4 must be a multiple of num_key_value_heads=3"]),
     ((64, 4, 0), {}, ["num_key_value_heads=0"]),
     ((64, 0), {}, ["num_attention_heads=0"]),
     ((64, 4, 2, 0), {}, ["head_dim=0"]),
@@ -453,12 +453,12 @@ def test_the_articles_class_is_a_thin_face():
     ((64, 4), dict(qk_norm_scope="heads"), ["qk_norm_scope", "did you mean 'head'"]),
     ((64, 4), dict(qk_norm_gain="head"), ["qk_norm_gain", "per_head"]),
     ((64, 4), dict(v_norm_gain="non"), ["v_norm_gain", "did you mean 'none'"]),
-    ((64, 4), dict(attn_logit_softcapping=-1.0), ["attn_logit_softcapping=-1.0", "above 0"]),
+    ((64, 4), dict(attn_logit_softcapping=-1.0), ["attn_logit_softcapping=-1.0", "above 0, or None"]),
     ((64, 4), dict(attn_logit_softcapping=math.nan), ["attn_logit_softcapping=nan"]),
     ((64, 4), dict(attn_logit_softcapping=math.inf), ["attn_logit_softcapping=inf"]),
-    ((64, 4), dict(attn_logit_temperature=0), ["attn_logit_temperature=0"]),
+    ((64, 4), dict(attn_logit_multiplier=0), ["attn_logit_multiplier=0"]),
     ((64, 4), dict(query_pre_attn_scalar=0), ["query_pre_attn_scalar=0"]),
-    ((64, 4), dict(sliding_window=0), ["sliding_window=0", "at least 1"]),
+    ((64, 4), dict(sliding_window=0), ["sliding_window=0 must be a whole number from 1 up, or None"]),
     ((64, 4), dict(attn_prob_clip=(1.0, 0.1)), ["gamma=0.1"]),
     ((64, 4), dict(backend="flash"), ["backend='flash'", "sdpa"]),
 ])
@@ -561,9 +561,9 @@ def test_latents_equal_deepseek(latent_query, interleaved):
         rope_parameters=dict(rope_theta=1e4, **yarn), max_position_embeddings=640)
     theirs, rotary = reference("deepseek_v3", config)
     m = 0.1 * 0.7 * math.log(40.0) + 1
-    ours = LatentAttention(32, 4, **sizes, attn_logit_temperature=m * m,
+    ours = LatentAttention(32, 4, **sizes, attn_logit_multiplier=m * m,
                            attention_bias=True, attention_out_bias=True, norm_eps=1e-2)
-    assert ours.scale == pytest.approx(theirs.scaling, rel=1e-12)
+    assert ours.score.scale == pytest.approx(theirs.scaling, rel=1e-12)
     rope = RotaryEmbedding(4, interleaved=interleaved, rope_scaling=yarn)
     compare(theirs, ours, Run(rotary, rope), lambda n: n.replace("_layernorm", "_norm")
             .replace("_with_mqa", ""))
@@ -645,7 +645,7 @@ def test_a_window_that_holds_everything_hides_nothing():
 
 
 @pytest.mark.parametrize("how,words", [
-    (dict(attention_chunk_size=0), "attention_chunk_size=0 must be at least 1"),
+    (dict(attention_chunk_size=0), "attention_chunk_size=0 must be a whole number from 1 up"),
     (dict(attn_temperature_scale=-0.1), "attn_temperature_scale=-0.1 must be"),
     (dict(attn_temperature_floor=0), "attn_temperature_floor=0 must be")])
 def test_settings_of_families_are_refused_by_name(how, words):
@@ -653,7 +653,7 @@ def test_settings_of_families_are_refused_by_name(how, words):
 
 
 @pytest.mark.parametrize("how,words", [
-    (dict(v_head_dim=0), "v_head_dim=0 must be at least 1"), (dict(kv_lora_rank=None), "kv_lora_rank=None"),
+    (dict(v_head_dim=0), "v_head_dim=0 must be a whole number from 1 up"), (dict(kv_lora_rank=None), "kv_lora_rank=None"),
     (dict(qk_norm="rmsnorm"), "qk_norm='rmsnorm' must be left out"),
     (dict(v_norm="rmsnorm"), "v_norm='rmsnorm'"), (dict(attention_k_eq_v=True), "attention_k_eq_v=True")])
 def test_latents_that_cannot_be(how, words):

@@ -424,7 +424,7 @@ def test_each_layer_is_what_its_pattern_says():
     c = ModelConfig(num_hidden_layers=5, qk_norm="rmsnorm", layer_pattern=(
         {"sliding_window": 4, "rope_theta": 100.0}, {}, {"rope_theta": None, "qk_norm": None}))
     model = Decoder(c)
-    assert [a.sliding_window for a in model.attentions] == [4, None, None, 4, None]
+    assert [a.mask_kind.sliding_window for a in model.attentions] == [4, None, None, 4, None]
     assert [a.q_norm is None for a in model.attentions] == [False, False, True, False, False]
     assert model.rope_of == [0, 1, None, 0, 1] and len(model.ropes) == 2
     assert [r.frequency_args[1] for r in model.ropes] == [100.0, 10_000.0]
