@@ -129,16 +129,14 @@ class RotaryEmbedding(torch.nn.Module):
         rope_precision: str = "input",  # One of PRECISIONS
     ):
         super().__init__()
-        self.precision = rope_precision
+        self.precision = one_of("rope_precision", rope_precision, PRECISIONS)
         self.head_dim, self.interleaved = head_dim, interleaved
         self.frequency_args = head_dim, rope_theta, partial_rotary_factor
         self.rope_scaling, self.factor = None, 1.0
         if rope_scaling is not None:
             self.rope_scaling = check_rope_scaling(rope_scaling)
             self.factor = attention_factor(self.rope_scaling)
-        # Refuse now what can't be: a scaling changes which sizes can
-        rope_frequencies(*self.frequency_args, rope_scaling=self.rope_scaling)
-        Rotation(torch.zeros(1, 1, 2), precision=rope_precision)
+        rope_frequencies(*self.frequency_args, None, self.rope_scaling)  # Refuse now
 
     def forward(
         self,

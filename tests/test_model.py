@@ -370,7 +370,7 @@ def test_bad_value_names_field_value_and_rule(field, value):
     (dict(layer_pattern=({"head_dim": 5},)), "head_dim=5 .*even"),
     (dict(layer_pattern=({},) * 7), "layer_pattern has 7 layers.*num_hidden_layers=6"),
     (dict(qk_scale=True, num_key_value_heads=1), "qk_scale=True needs num_key_value_heads=1"),
-    (dict(kv_lora_rank=8), "qk_nope_head_dim=None must be at least 1"),
+    (dict(kv_lora_rank=8), "head_dim=None must be a whole number"),
     (dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=3, v_head_dim=4), "head_dim=3 .*even"),
     (dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, qk_norm="l2"), "qk_norm='l2'"),
     (dict(num_experts=4), "activation='gelu' is not one of"),
