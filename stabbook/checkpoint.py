@@ -8,6 +8,8 @@ __all__ = ['newest', 'save_checkpoint', 'open_checkpoint', 'load_checkpoint']
 # %% ../nbs/train/checkpoint.ipynb #225f2a16
 import json
 import shutil
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,6 +25,13 @@ def newest(
     "Where to go on from."
     saves = [p.parent for p in path.glob("step-*/.metadata")]
     return max(saves, default=None)
+
+@contextmanager
+def _quiet():
+    "Without the remark that there is one process."
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 def _wait():
     "All ranks come here before one goes on."
@@ -43,7 +52,7 @@ def save_checkpoint(
         target.mkdir(parents=True)
         write_aside(target / "run.json", json.dumps(dict(key=key, step=step)).encode())
     _wait()
-    dcp.save(state, checkpoint_id=target, no_dist=not dist.is_initialized())
+    with _quiet(): dcp.save(state, checkpoint_id=target)
     _wait()
     for old in path.glob("step-*"):
         if first and old != target: shutil.rmtree(old, ignore_errors=True)
@@ -76,7 +85,8 @@ def load_checkpoint(
     from torch.distributed import checkpoint as dcp
     path = absolute(path)
     from torch.distributed.checkpoint.api import CheckpointException
-    try: dcp.load(state, checkpoint_id=newest(path), no_dist=not dist.is_initialized())
+    try:
+        with _quiet(): dcp.load(state, checkpoint_id=newest(path))
     except (Exception, CheckpointException) as e: raise ValueError(  # Not an Exception
         f"checkpoint {path} can't be read ({type(e).__name__}): "
         "give another folder or delete it") from e

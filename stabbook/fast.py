@@ -90,7 +90,7 @@ class Workspace:
 
     def logits(self, ids: Tensor, **how):
         "What the model makes of (B, T) ids, on views of the flat parameters."
-        views = {}
+        views: dict[str, Tensor] = {}
         for pair in zip(self.flats, self.shapes): views |= unflatten_parameters(*pair)
         return functional_call(self.model, views, (ids,),
                                dict(how, rotations=self.rotations))
@@ -148,7 +148,7 @@ class FastTrainer:
         for flat in ws.flats: flat.grad = None
         loss, nll, largest, entropy = ws.loss(ids)
         loss.backward()
-        norm = get_total_norm([flat.grad for flat in ws.flats])
+        norm = get_total_norm([f.grad for f in ws.flats if f.grad is not None])
         if run.max_grad_norm: clip_grads_with_norm_(ws.flats, run.max_grad_norm, norm)
         set_rate(run, self.optimiser, step)
         self.optimiser.step()
@@ -157,7 +157,7 @@ class FastTrainer:
 
     def moments(self) -> dict:
         "Adam's memory of each parameter by its name: views, to be read and written."
-        out = {}
+        out: dict[str, dict] = {}
         for flat, shapes in zip(self.workspace.flats, self.workspace.shapes):
             own = memory_of(self.optimiser, flat)
             first, second = (unflatten_parameters(own[n], shapes)

@@ -456,9 +456,12 @@ def normalise_weights_(
     "Give each weight vector along the residual stream length one (nGPT, section 2.6)."
     D = model.config.hidden_size
     for name, p in model.named_parameters():
-        if p.dim() != 2 or "norm." in name or name.endswith("_scale.weight"): continue
-        out = name.endswith(("o_proj.weight", "down_proj.weight"))
-        if p.shape[0 if out else 1] == D: p.copy_(F.normalize(p, dim=0 if out else 1))
+        # Matrices alone, those of experts too: no gain, and no bias of many experts
+        if p.dim() < 2 or "norm." in name: continue
+        if name.endswith(("_scale.weight", "_bias")): continue
+        out = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
+        axis = -2 if out else -1
+        if p.shape[axis] == D: p.copy_(F.normalize(p, dim=axis))
 
 # %% ../nbs/10_model.ipynb #8ac482e3
 def make_rotations(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .core import one_of
+from .model import Decoder
 
 # %% ../nbs/train/ranks.ipynb #cb015d3a
 PARALLEL = ("ddp", "fsdp")
@@ -32,13 +33,12 @@ class Ranks:
             f"batch_size={len(batch)} must be a multiple of the {self.size} ranks")
         return batch.chunk(self.size)[self.rank]
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: Decoder) -> nn.Module:
         "What to call in place of the model."
         if self.kind == "fsdp":
             from torch.distributed.fsdp import fully_shard
-            for layer in model.layers: fully_shard(layer)
-            return fully_shard(model)
-        if self.kind is None: return model
+            for part in (*model.layers, model): fully_shard(part)
+        if self.kind != "ddp": return model
         # Buffers are functions of the weights, and so are the same on all ranks
         return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
 
@@ -70,6 +70,7 @@ def together(
             "--nproc-per-node 2 -m stabbook.train run.json")
         yield Ranks(); return
     mine = not dist.is_initialized()
+    if device.type == "cuda": torch.cuda.set_device(device)
     if mine: dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try: yield Ranks(parallel or "ddp", dist.get_rank(), dist.get_world_size())
     finally:

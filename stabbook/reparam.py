@@ -193,7 +193,8 @@ def qk_clip_(
     H, K = attention.num_attention_heads, attention.num_key_value_heads
     latent = hasattr(attention, "latent")
     names = ["q_proj", "k_proj"]
-    if latent: names = ["q_b_proj" if attention.q_proj is None else "q_proj", "kv_b_proj"]
+    if latent:
+        names = ["q_b_proj" if attention.q_proj is None else "q_proj", "kv_b_proj"]
     check_qk_clip(attention, {n: getattr(attention, n) for n in names
                               if getattr(attention, n, None) is not None})
     eta = qk_clip_factors(max_logits, threshold, K)

@@ -98,10 +98,12 @@ class SphereResidual(ResidualRule):
         depth: int = 1,  # As in Residual
     ):
         super().__init__(branch)
-        if beside is not None: raise ValueError("'ngpt' must be left out: a step on the "
-            "sphere has no place for a branch beside the MLP")
-        if scale is not None: raise ValueError("layer_scale_init must be left out beside "
-            "'ngpt': a step on the sphere has a learned length already")
+        if beside is not None:
+            raise ValueError("'ngpt' must be left out: a step on the sphere has no "
+                             "place for a branch beside the MLP")
+        if scale is not None:
+            raise ValueError("layer_scale_init must be left out beside 'ngpt': a "
+                             "step on the sphere has a learned length already")
         self.norm = make_norm()
         D = self.norm.dim
         self.alpha = LearnedScale(D, init=alpha_init, stored=D**-0.5)

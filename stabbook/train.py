@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,8 @@ from .machine import (PeakMemory, can_compile, device_name, git_commit,
                               plain_settings)
 from .model import Decoder, lm_loss
 from .ranks import Ranks, own_device, together
-from .run import (CURVES, DTYPES, QK_CLIP_NOT_BESIDE, SCHEDULES, Record, Run,
-                          check_size, learning_rate_factor, summarise)
+from .run import (CURVES, DTYPES, QK_CLIP_NOT_BESIDE, SCHEDULES,  # noqa: F401
+                          Record, Run, check_size, learning_rate_factor, summarise)
 from .update import (adamw, after_update, has_correction, memory_of,
                              reset_weights, set_rate, sort_parameters)
 
@@ -49,9 +50,7 @@ _all_ = ["Run", "Record", "learning_rate_factor", "check_size", "CURVES", "SCHED
 class PlainTrainer:
     "One run, on one device or on a rank of several: the loop to read and to copy."
     def __init__(
-        self,
-        run: Run,
-        device: torch.device,
+        self, run: Run, device: torch.device,
         ranks: Ranks = Ranks(),  # Alone, or with whom
     ):
         self.run, self.device, self.ranks = run, device, ranks
@@ -64,8 +63,9 @@ class PlainTrainer:
 
     def forward(self, ids: Tensor) -> tuple:
         "(B, T + 1) -> loss, cross-entropy, largest logit (L, H), mean entropy."
-        half = self.run.dtype == "bfloat16"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+        # A cache of weights in bf16 would outlive the step inside another autocast
+        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False,
+                            enabled=self.run.dtype == "bfloat16"):
             logits, stats = self.called(ids[:, :-1], return_stats=True)
         loss, nll = lm_loss(logits, ids[:, 1:], self.run.z_loss_multiplier)
         return loss, nll, stats[:, 0].detach(), stats[:, 1].detach().mean()
@@ -84,8 +84,8 @@ class PlainTrainer:
 
     def moments(self) -> dict:
         "Adam's memory of each parameter by its name, to be read and written."
-        return {name: memory_of(self.optimiser, p)
-                for name, p in self.model.named_parameters()}
+        named = self.model.named_parameters()
+        return {name: memory_of(self.optimiser, p) for name, p in named}
 
 # %% ../nbs/14_train.ipynb #5f50559d
 def clip_(
@@ -94,7 +94,7 @@ def clip_(
 ) -> Tensor:  # Scalar, the norm before clipping
     "Scale all gradients by one factor so that their joint norm is at most `max_norm`."
     params = [p for p in model.parameters() if p.grad is not None]
-    norm = get_total_norm([p.grad for p in params])
+    norm = get_total_norm([p.grad for p in params if p.grad is not None])
     if hasattr(norm, "full_tensor"): norm = norm.full_tensor()  # FSDP2: of all ranks
     if max_norm is not None: clip_grads_with_norm_(params, max_norm, norm)
     return norm
@@ -103,20 +103,21 @@ def clip_(
 @dataclass
 class Watch:
     "What happens around the steps of a run, and changes nothing in them."
-    on_step: object = None  # Called as on_step(step, loss)
-    probe: object = None  # Called as probe(model, ids, step) -> dict of numbers
+    on_step: Callable | None = None  # Called as on_step(step, loss)
+    probe: Callable | None = None  # Called as probe(model, ids, step) -> dict
     probe_every: int = 100
     limit: float | None = None  # Seconds
     checkpoint: str | Path | None = None  # A folder
     checkpoint_every: int = 100
     read_every: int | None = None  # None: 1 on a CPU, 10 on an accelerator
+    probed: dict = field(default_factory=dict)  # Name -> curve, of the probe
 
     def __post_init__(self):
         whole("probe_every", self.probe_every)
         whole("checkpoint_every", self.checkpoint_every)
         whole("read_every", self.read_every, none=True)
         number("deadline_seconds", self.limit, least=0, none=True)
-        self.began, self.probed = time.perf_counter(), {}
+        self.began = time.perf_counter()
 
     def looks(self, step: int) -> bool:
         "Whether the probe is asked after this step."
@@ -134,7 +135,7 @@ class Watch:
 
 # %% ../nbs/14_train.ipynb #89dd45ac
 def look(
-    watch: Watch,
+    watch: Watch,  # Its probe is asked
     model: Decoder,
     ids: Tensor,  # (B, T + 1)
     step: int,
@@ -144,6 +145,7 @@ def look(
     modes, random = {m: m.training for m in model.modules()}, torch.get_rng_state()
     kept = {n: b.clone() for n, b in model.named_buffers()}  # Moved by a forward
     try:
+        assert watch.probe is not None
         with torch.no_grad(): seen = watch.probe(model, ids, step) or {}
     finally:
         for m, mode in modes.items(): m.training = mode
@@ -200,7 +202,7 @@ def run_steps(
             if watch.on_step is not None: watch.on_step(i, curves[0, i].item())
         read, waiting = done, []
         if watch.looks(step): look(watch, trainer.model, ids, step, run.steps)
-        if watch.saves(done):
+        if watch.checkpoint is not None and watch.saves(done):
             save_checkpoint(watch.checkpoint, run.key, done, state_of(trainer, curves))
     return curves, "done"
 
@@ -234,8 +236,9 @@ def check_loop(
     run: Run,
     ranks: Ranks,
     fast: bool | None,  # None: the fast loop where the run is alone
+    compile: bool | None = None,  # Only the fast loop can
 ) -> bool:  # Whether the fast loop runs
-    "Refuse what several ranks can't do."
+    "Refuse what several ranks, or the plain loop, can't do."
     if fast and ranks.kind is not None: raise ValueError(
         f"fast=True must be left out beside parallel={ranks.kind!r}: one flat buffer "
         "can't be cut")
@@ -244,7 +247,11 @@ def check_loop(
         "parallel='fsdp' cuts apart: use parallel='ddp'")
     if run.batch_size % ranks.size: raise ValueError(
         f"batch_size={run.batch_size} must be a multiple of the {ranks.size} ranks")
-    return ranks.kind is None if fast is None else bool(fast)
+    fast = ranks.kind is None if fast is None else bool(fast)
+    if compile and not fast: raise ValueError(
+        "compile=True needs the fast loop: leave it out, or give fast=True to a run "
+        "that is alone")
+    return fast
 
 def check_corpus(
     run: Run,
@@ -257,7 +264,8 @@ def check_corpus(
     corpus.offsets(1, 1, run.sequence_length, run.seed)
 
 # %% ../nbs/14_train.ipynb #f0eac500
-_LOCK, _OWNER = threading.Lock(), []
+_LOCK = threading.Lock()
+_OWNER: list[int] = []  # The thread that trains
 
 @contextmanager
 def _alone(threads, device):
@@ -315,12 +323,13 @@ def train(
     device = own_device() if device is None else torch.device(device)
     watch = Watch(on_step, probe, probe_every, deadline_seconds, checkpoint,
                   checkpoint_every, read_every)
-    corpus, threads = load_corpus(run.corpus), whole("threads", threads)
+    whole("threads", threads)
+    corpus = load_corpus(run.corpus)
     check_corpus(run, corpus)
     windows = corpus.eval_windows("valid", run.eval_windows, run.sequence_length)
     git_commit()  # Asked before the training: nothing may fail after it
     with _alone(threads, device), together(parallel, device) as ranks:
-        memory, fast = PeakMemory(device), check_loop(run, ranks, fast)
+        memory, fast = PeakMemory(device), check_loop(run, ranks, fast, compile)
         compiled = fast and _will_compile(run, device, compile)
         trainer = _make_trainer(run, device, ranks, fast, compiled, threads)
         curves, status = run_steps(run, trainer, corpus, device, watch)

@@ -34,7 +34,7 @@ def sort_parameters(
     "Parameters by what AdamW does to them: matrices, qk (if asked for), rest."
     decaying = {f"{prefix}.{name}" for prefix, module in model.named_modules()
                 for name in matrices(module)}
-    groups = {"matrices": {}, "qk": {}, "rest": {}}
+    groups: dict[str, dict] = {"matrices": {}, "qk": {}, "rest": {}}
     for name, p in model.named_parameters():
         kind = "matrices" if name in decaying else "rest"
         slow = slow_qk and kind == "matrices"

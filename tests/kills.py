@@ -3,8 +3,8 @@
     python tests/kills.py 100 [SEED]
 
 After each kill the same sweep is started again, and everything is compared with a sweep
-that nobody disturbed. tests/test_kill.py does this ten times, this script as often as it
-is told, and prints the figures. It stands beside the tests, and not in benchmarks/,
+that nobody disturbed. tests/test_kill.py does this ten times, this script as often as
+it is told, and prints the figures. It stands beside the tests, and not in benchmarks/,
 because it is the same code and its figures are counts of faults, not of seconds.
 """
 import json
@@ -16,16 +16,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
-from joblib.externals.loky import get_reusable_executor
 
 from stabbook import store
 from stabbook import sweep as lab
+from stabbook.run import Record
 
 HERE = Path(__file__).resolve().parent
 TARGETS, MOMENTS = ("sweep", "worker", "kernel"), ("import", "claim", "train", "save")
@@ -41,23 +42,31 @@ def mark(what, key=""):
     with open(path, "a") as f: f.write(f"{os.getpid()} {what} {key}\n")
 
 
-def slow_and_told(what, function, key, seconds=SLOW):
-    "The same function, which tells that it begins and takes its time"
+def slow_and_told(what, function):
+    "The same function, which tells that it begins and takes its time, before and after"
     def told(*args):
+        mark(what)
+        time.sleep(SLOW)
         out = function(*args)
-        mark(what, key(args))
-        time.sleep(seconds)
+        time.sleep(SLOW)
         return out
     return told
 
 
+@contextmanager
+def told_claim(folder, key):
+    "A claim that tells when it is held"
+    with lab.claim(folder, key) as mine:
+        mark("claim", key)
+        time.sleep(SLOW)
+        yield mine
+
+
 if os.environ.get("KILLS_TRACE"):
     mark("import")
-    lab.Claim.__enter__ = slow_and_told("claim", lab.Claim.__enter__,
-                                        lambda a: a[0].path.stem)
-    # a file that is open and written in part, and one that is whole but not yet named
-    store._open_aside = slow_and_told("save", store._open_aside, lambda a: a[0].stem)
-    os.fsync = slow_and_told("save", os.fsync, lambda a: "")
+    import_module("stabbook.sweep.worker").claim = told_claim
+    # a file that is written and not yet forced out, and one that is not yet named
+    os.fsync = slow_and_told("save", os.fsync)
 
 
 @dataclass(frozen=True)
@@ -70,20 +79,20 @@ class Run:
     def to_dict(self): return asdict(self)
 
     @property
-    def key(self): return f"{self.model}{int(self.learning_rate * 1e4):04x}{self.seed:04x}"
+    def key(self):
+        return f"{self.model}{int(self.learning_rate * 1e4):04x}{self.seed:04x}"
 
 
 def trainer(run, deadline_seconds=None):
     "Trains for a moment, and tells when it is asked for what is stored already"
-    folder = store.folder(NAME, "smoke", os.environ["KILLS_RESULTS"])
-    done = (folder / f"{run.key}.parquet").exists()
+    done = run.key in store.keys(NAME, "smoke", os.environ["KILLS_RESULTS"])
     mark("twice" if done else "train", run.key)
     if not isinstance(run, Run):
         from stabbook.train import train
         return train(run, compile=False)
     time.sleep(SLOW)
     curve = np.random.default_rng(run.seed).random(500).astype(np.float32)
-    return SimpleNamespace(
+    return Record(
         run=run, curves=dict(loss=curve), provenance=dict(wall_seconds=0.1),
         summary=dict(final_loss=float(curve[-1]), val_loss=1.0, initial_loss=5.5,
                      error="", max_attention_logit=1.0))
@@ -104,6 +113,7 @@ def jobs(real=False):
 def go(real=False, workers=2):
     "The sweep, wherever it is started: here, in a script or in a notebook"
     return lab.sweep(jobs(real), NAME, "smoke", workers, False, trainer=trainer,
+                     setup="kills",  # so that a worker can be hit before its first job
                      results=os.environ["KILLS_RESULTS"])
 
 
@@ -165,10 +175,11 @@ def victim(target, process, sign, trace, moment, count, patience=900):
                         if b"ipykernel_launcher" in words), None)
         if pid and target != "worker" and moment == "import": return pid
         found = [p for p, what, _ in events(trace) if what == moment and p != pid]
-        if pid and len(found) >= count: return found[count - 1] if target == "worker" else pid
+        if pid and len(found) >= count:
+            return found[count - 1] if target == "worker" else pid
         time.sleep(0.004)
-    raise AssertionError(f"{target} never came to {moment} number {count}: "
-                         f"{process.communicate()[0] if process.poll() is not None else ''}")
+    said = process.communicate()[0] if process.poll() is not None else ""
+    raise AssertionError(f"{target} never came to {moment} number {count}: {said}")
 
 
 def frame(results):
@@ -197,7 +208,8 @@ def faults(results, wanted):
     there = store.keys(NAME, "smoke", results)
     if not there: return 0, there
     table = store.load(NAME, "smoke", on_bad="skip", results=results)
-    return len(table.attrs["bad_files"]) + len(set(table.key) - set(wanted[0].key)), there
+    odd = set(table.key) - set(wanted[0].key)
+    return len(table.attrs["bad_files"]) + len(odd), there
 
 
 def kill_once(root, target, moment, count, delay, wanted, real=False, again=0):
@@ -219,11 +231,11 @@ def kill_once(root, target, moment, count, delay, wanted, real=False, again=0):
     for left in orphans: os.kill(left, signal.SIGKILL)
     torn, kept = faults(results, wanted)
     os.environ.update(KILLS_RESULTS=str(results), KILLS_TRACE=str(trace))
-    if again: get_reusable_executor().shutdown(wait=True)  # another test's, perhaps
+    if again: lab.end_workers()  # another test's, perhaps
     try: done = go(real, workers=again)
     finally:
         del os.environ["KILLS_TRACE"]
-        if again: get_reusable_executor().shutdown(wait=True)  # it knows this store only
+        if again: lab.end_workers()  # they know this store only
     folder = store.folder(NAME, "smoke", results)
     trained = Counter(k for _, what, k in events(trace) if what == "train")
     return dict(
@@ -233,7 +245,8 @@ def kill_once(root, target, moment, count, delay, wanted, real=False, again=0):
         twice=sum(what == "twice" for _, what, _ in events(trace))
         + (done.reused != len(kept)),
         torn=torn, orphans=len(orphans), differ=not same(frame(results), wanted),
-        left=len([p for p in folder.iterdir() if p.suffix != ".parquet"]))
+        left=len([p for p in folder.rglob("*")
+                  if p.is_file() and p.suffix != ".parquet"]))
 
 
 def plan(kills, seed, real_every=10):
@@ -254,10 +267,11 @@ FAULTS = "failed", "lost", "twice", "torn", "orphans", "differ", "left"
 def campaign(kills, seed, folder, tell=lambda i, one: None):
     "Many kills; a table with one row for each"
     folder, rows = Path(folder), []
-    wanted = {real: undisturbed(folder / f"calm{real:d}", real) for real in (False, True)}
+    wanted = {r: undisturbed(folder / f"calm{r:d}", r) for r in (False, True)}
     for i, one in enumerate(plan(kills, seed)):
-        rows.append(kill_once(folder / f"kill{i}", wanted=wanted[one["real"]],
-                              again=2 if i % 10 == 9 else 0, **one) | {"real": one["real"]})
+        found = kill_once(folder / f"kill{i}", wanted=wanted[one["real"]],
+                          again=2 if i % 10 == 9 else 0, **one)
+        rows.append(found | {"real": one["real"]})
         tell(i, rows[-1])
     return pd.DataFrame(rows)
 
@@ -267,16 +281,16 @@ def main(kills=100, seed=0):
 
     def tell(i, one):
         bad = {k: one[k] for k in FAULTS if one[k]}
-        print(f"{i + 1:3} {one['target']:7} in {one['hit']:7} kept {one['kept']:2}, then "
-              f"trained {one['trained']:2}{'  FAULT ' + json.dumps(bad) if bad else ''}",
-              flush=True)
+        print(f"{i + 1:3} {one['target']:7} in {one['hit']:7} kept {one['kept']:2}, "
+              f"then trained {one['trained']:2}"
+              f"{'  FAULT ' + json.dumps(bad) if bad else ''}", flush=True)
     with tempfile.TemporaryDirectory(prefix="kills") as folder:
         table = campaign(int(kills), int(seed), folder, tell)
     print(f"\n{len(table)} kills, seed {seed}, {time.time() - began:.0f} s")
     print(pd.crosstab(table.target, table.hit, margins=True).to_string())
     print(f"reruns {len(table)}; trainings started {table.starts.sum()}; in "
-          f"{table.real.sum()} kills they were real ones; kept over a kill {table.kept.sum()}, "
-          f"trained by the reruns {table.trained.sum()}")
+          f"{table.real.sum()} kills they were real ones; kept over a kill "
+          f"{table.kept.sum()}, trained by the reruns {table.trained.sum()}")
     print(", ".join(f"{name} {table[name].sum()}" for name in FAULTS))
     sys.exit(int(table[list(FAULTS)].to_numpy().sum() > 0))
 

@@ -162,3 +162,13 @@ def test_an_embedding_for_each_layer_by_hand():
     ((0, 8, 2, 4), "vocab_size=0 must be a whole number from 1 up")])
 def test_sizes_of_an_embedding_for_each_layer(sizes, words):
     with pytest.raises(ValueError, match=words): PerLayerEmbedding(*sizes)
+
+
+def test_an_embedding_is_drawn_by_name_and_its_norm_goes_back():
+    assert Embedding.drawn == ("weight",) and not hasattr(PerLayerEmbedding, "drawn")
+    emb = Embedding(16, 8, embedding_norm="layernorm", embedding_norm_gain=True)
+    with torch.no_grad():
+        for p in emb.parameters(): p.fill_(7)
+    for module in emb.modules(): module.reset_parameters()
+    assert (emb.weight == 7).all()  # Of whoever has the seed
+    assert (emb.norm.weight == 1).all() and (emb.norm.bias == 0).all()

@@ -1,4 +1,4 @@
-"""Several ranks: the curves of one process, and checkpoints that any number can read."""
+"""Several ranks: the curves of one process, and checkpoints that any number reads."""
 import json
 import os
 import subprocess
@@ -100,8 +100,8 @@ def test_checkpoints_go_from_two_ranks_to_one_and_back(tmp_path):
     for kind, path in there.items():
         for fast in (True, False):
             steps = []
-            resumed = train(run, device="cpu", compile=False, checkpoint=path, fast=fast,
-                            on_step=lambda step, loss: steps.append(step))
+            resumed = train(run, device="cpu", compile=False, checkpoint=path,
+                            fast=fast, on_step=lambda step, loss: steps.append(step))
             assert steps == [4, 5, 6, 7], kind
             near(resumed.curves, whole)
 
@@ -134,4 +134,6 @@ def test_what_ranks_can_not_do_is_refused():
         train(RUN, parallel="ddp", device="cpu")
     with pytest.raises(ValueError, match="did you mean 'fsdp'"):
         with together("fdsp", torch.device("cpu")): pass
+    with pytest.raises(ValueError, match="compile=True needs the fast loop"):
+        train(RUN, compile=True, fast=False, device="cpu")
     assert check_loop(RUN, Ranks(), None) and not check_loop(RUN, two, None)

@@ -3,7 +3,10 @@ import math
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch.nn.utils import parametrizations
 
 from stabbook.attention import Attention, LatentAttention
 from stabbook.model import Decoder, ModelConfig
@@ -218,3 +221,101 @@ def test_qk_clip_refuses_values_that_are_the_keys():
     with pytest.raises(ValueError, match="shrink the values too"):
         qk_clip_(attention, torch.tensor([500.0, 1.0]))
     assert torch.equal(attention.k_proj.weight, before)
+
+
+# ------------------------------------------------------------------ wrapped and repeated
+
+class LoRA(nn.Module):
+    "A plain layer and a product beside it, as adapters are hung in."
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.up = base, nn.Linear(2, base.out_features, bias=False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+
+    weight = property(lambda self: self.base.weight)
+    bias = property(lambda self: self.base.bias)
+    def forward(self, x): return self.base(x) + self.up(self.down(x))
+
+
+WRAPS = {"weight_norm": parametrizations.weight_norm,
+         "spectral_norm": parametrizations.spectral_norm,
+         "orthogonal": parametrizations.orthogonal, "lora": LoRA}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "q_b_proj", "kv_b_proj"])
+def test_clip_refuses_a_weight_made_of_other_numbers(wrap, name):
+    "Scaling a computed copy changes nothing, or less than it says."
+    torch.manual_seed(0)
+    a = Attention(16, 2) if name in ("q_proj", "k_proj") else LatentAttention(
+        16, 2, kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4,
+        v_head_dim=4)
+    qk_clip_(a, torch.tensor([50.0, 1.0]))
+    setattr(a, name, WRAPS[wrap](getattr(a, name)))
+    before = {n: p.clone() for n, p in a.named_parameters()}
+    with pytest.raises(ValueError, match=f"plain linear layer, and {name} has"):
+        qk_clip_(a, torch.tensor([400.0, 10.0]))
+    assert all(torch.equal(p, before[n]) for n, p in a.named_parameters())
+
+
+@pytest.mark.parametrize("logit", [math.inf, math.nan])
+def test_clip_leaves_the_weights_alone_where_a_logit_is_not_finite(logit):
+    a = Attention(16, 2)
+    before = a.q_proj.weight.clone()
+    with pytest.raises(ValueError, match="must be finite"):
+        qk_clip_(a, torch.tensor([logit, 1.0]))
+    assert torch.equal(a.q_proj.weight, before)
+
+
+def test_sigma_on_meta_costs_nothing():
+    with torch.device("meta"):
+        y = SigmaReparamLinear(16, 12, bias=True)(torch.zeros(3, 16))
+        logits = Decoder(ModelConfig(sigma_reparam=True))(torch.zeros(2, 8, dtype=torch.long))
+    assert y.is_meta and y.shape == (3, 12) and logits.shape == (2, 8, 256)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_takes_one_power_step_and_gives_the_same_gradient(reentrant):
+    x = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
+    grads, vectors = [], []
+    for run in (lambda m: m(x), lambda m: torch.utils.checkpoint.checkpoint(
+            m, x, use_reentrant=reentrant)):
+        m = layer().train()
+        torch.manual_seed(1)
+        with torch.no_grad(): m.weight.add_(torch.randn_like(m.weight))  # Far from u and v
+        run(m).square().sum().backward()
+        grads.append((m.weight.grad, m.gamma.grad)), vectors.append(m.u.clone())
+    assert torch.equal(*vectors)
+    for a, b in zip(*grads): torch.testing.assert_close(a, b)
+
+
+def test_no_scalar_that_fsdp_cannot_shard_and_old_scalars_are_read():
+    config = ModelConfig(sigma_reparam=True, layer_scale_init=0.1)
+    assert all(p.dim() > 0 for p in Decoder(config).parameters())
+    m = layer()
+    state = m.state_dict() | {"gamma": torch.tensor(2.5, dtype=torch.float64)}
+    m.load_state_dict(state)
+    assert m.gamma.tolist() == [2.5]
+
+
+def test_fsdp_shards_sigma_reparam(tmp_path):
+    dist = pytest.importorskip("torch.distributed")
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    m, x = layer(dtype=torch.float32), torch.randn(5, 16)
+    want = m.eval()(x)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        torch.testing.assert_close(fsdp.fully_shard(m, mesh=mesh)(x), want)
+    finally: dist.destroy_process_group()
+
+
+def test_a_reset_follows_the_weight_as_it_is():
+    m = layer(bias=True)
+    with torch.no_grad():
+        m.weight.normal_(), m.gamma.fill_(7), m.bias.fill_(7), m.u.zero_(), m.v.zero_()
+    weight = m.weight.clone()
+    m.reset_parameters()
+    assert torch.equal(m.weight, weight) and m.drawn == ("weight",)
+    assert m.gamma.item() == 1 and (m.bias == 0).all()
+    torch.testing.assert_close(m.sigma(), torch.linalg.svdvals(weight)[0])

@@ -71,8 +71,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
 def test_wheel_asks_for_these_packages(described):
     needs = [r for r in described.get_all("Requires-Dist") if "extra ==" not in r]
     assert sorted(re.match(r"[\w-]+", r)[0] for r in needs) == [
-        "filelock", "joblib", "numpy", "pandas", "pyarrow", "safetensors", "scipy",
-        "torch", "tqdm", "typer"]
+        "filelock", "joblib", "numpy", "pandas", "pebble", "pyarrow", "safetensors",
+        "scipy", "torch", "tqdm", "typer"]
     assert "torch>=2.8" in needs           # the oldest on which these tests pass
     assert sorted(described.get_all("Provides-Extra")) == ["book", "dev", "hf", "plots"]
     assert described["Requires-Python"] == ">=3.11"

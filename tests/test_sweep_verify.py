@@ -9,11 +9,13 @@ from typer.testing import CliRunner
 from stabbook import cli, store
 from stabbook import sweep as lab
 from stabbook.model import ModelConfig
+from stabbook.run import Run
 from stabbook.store import StoreError
-from stabbook.train import Run
+from stabbook.sweep.verify import check, explained
 
-BASE = Run(model=ModelConfig(hidden_size=16, num_hidden_layers=1), steps=5, warmup_steps=1,
-           corpus="markov:1,4,0,20000", sequence_length=16, eval_windows=2)
+BASE = Run(model=ModelConfig(hidden_size=16, num_hidden_layers=1), steps=5,
+           warmup_steps=1, corpus="markov:1,4,0,20000", sequence_length=16,
+           eval_windows=2)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,8 @@ def test_untouched_runs_are_bit_equal(results):
     assert all("are the same" in why for _, why in found)
     out = call("exp", "-n", 2, "--seed", 3)
     assert out.exit_code == 0 and out.stdout.startswith("picked with seed 3;")
-    assert out.stdout.splitlines()[-1] == "2 bit-equal, 0 consistent, 0 different"
+    assert out.stdout.splitlines()[-1] == (
+        "2 bit-equal, 0 consistent, 0 different, 0 not trained")
 
 
 def test_noise_and_another_machine_are_consistent_and_told(results):
@@ -72,8 +75,8 @@ def test_noise_and_another_machine_are_consistent_and_told(results):
 
 @pytest.mark.parametrize("change, words", [
     (lambda was: was["curves"]["loss"].__imul__(np.float32(1.001)), "for 0 of 5 steps"),
-    (lambda was: was["curves"].update(loss=was["curves"]["loss"][:2]), "for 2 of 5 steps"),
-    (lambda was: was["summary"].update(final_loss=99.0), "verdict above_initial then and ok"),
+    (lambda was: was["curves"].update(loss=was["curves"]["loss"][:2]), "for 2 of 5 st"),
+    (lambda was: was["summary"].update(final_loss=99.0), "above_initial then and ok"),
     (lambda was: was["curves"]["loss"].__setitem__(2, np.nan), "for 2 of 5 steps")])
 def test_a_doctored_record_is_different(results, change, words):
     doctor(change)
@@ -81,30 +84,35 @@ def test_a_doctored_record_is_different(results, change, words):
     assert all(outcome == "different" for outcome, _ in found), found
     assert any(words in why for _, why in found), found
     out = call("exp", "-n", 1)
-    assert out.exit_code == 1 and out.stdout.splitlines()[-1].endswith("1 different")
+    assert out.exit_code == 1 and out.stdout.splitlines()[-1].endswith(
+        "1 different, 0 not trained")
 
 
-def test_a_run_that_cannot_be_trained_again_is_different(results):
+def test_a_run_that_cannot_be_trained_again_is_not_trained(results):
+    "B4: nothing was compared, so nothing is different; it is counted apart"
     def broken(run): raise RuntimeError("no luck")
     found = outcomes(trainer=broken)
-    assert all(o == "different" and "RuntimeError: no luck" in why for o, why in found)
+    assert len(found) == 4 and {o for o, _ in found} == {"not trained"}
+    assert all("RuntimeError: no luck" in why for _, why in found)
     class Renamed(Run): key = "0" * 16  # as if its description had meant another run
     was = store.read(store.keys("exp", "cpu").pop(), "exp")
     run = Renamed(**vars(Run.from_dict(was["run"])))
     store.save(SimpleNamespace(**{**was, "run": run}), "exp", "cpu", was["label"])
     row = SimpleNamespace(key="0" * 16, learning_rate=0.01, seed=0)
-    check = lab._verify_one("exp", "cpu", row, None, None)
-    assert check.outcome == "different" and "now has the key" in check.why
+    found = check("exp", "cpu", row)
+    assert found.outcome == "not trained" and "now has the key" in found.why
 
 
 def test_files_that_hold_less_or_other_than_they_say_end_it(results):
     from test_store import rewrite
-    a, b = sorted((results / "exp" / "cpu").glob("*.parquet"))[:2]
+    a, b = sorted((results / "exp" / "cpu" / "parts").glob("*.parquet"))[:2]
     whole = a.read_bytes()
-    for damage in (lambda: a.write_bytes(b.read_bytes()), lambda: rewrite(a, ["final_loss"]),
+    for damage in (lambda: a.write_bytes(b.read_bytes()),
+                   lambda: rewrite(a, ["final_loss"]),
                    lambda: rewrite(a, note=dict(store_version=1))):
         damage()
-        with pytest.raises(StoreError, match=f"(?s){a.name} (holds the run|lacks).*delete"):
+        words = f"(?s){a.name} (holds the run|lacks).*delete"
+        with pytest.raises(StoreError, match=words):
             list(lab.verify(4, "exp"))
         out = call("exp")
         assert out.exit_code == 1 and a.name in out.stderr and "Key" not in out.stderr
@@ -120,7 +128,8 @@ def test_files_that_hold_less_or_other_than_they_say_end_it(results):
 def test_it_trains_as_the_record_says(results, monkeypatch):
     from stabbook import train
     seen, real = [], train.train
-    monkeypatch.setattr(train, "train", lambda run, **kw: seen.append(kw) or real(run, **kw))
+    monkeypatch.setattr(train, "train",
+                        lambda run, **kw: seen.append(kw) or real(run, **kw))
     doctor(lambda was: was["provenance"].update(threads=2))
     assert all("threads 2" not in why for _, why in outcomes())
     assert seen == [dict(device="cpu", threads=2, compile=False)] * 4
@@ -140,8 +149,53 @@ def test_wrong_names_are_answered_with_the_right_ones(results):
     for args, code, words in ((["exq"], 1, "did you mean 'exp'?"),
                               (["exp", "--scale", "cqu"], 2, "did you mean 'cpu'?"),
                               (["exp", "--scale", "gpu"], 1, "but at cpu"),
-                              (["--scale", "gpu"], 1, "nothing is stored at scale 'gpu'"),
+                              (["--scale", "gpu"], 1, "stored at scale 'gpu'"),
                               (["exp", "-n", 0], 2, "1")):
         out = call(*args)
         assert out.exit_code == code and words in out.stderr, out.output
     with pytest.raises(ValueError, match="n=0 must be"): lab.verify(0)
+
+
+ROW = SimpleNamespace(learning_rate=0.013, best_rate=0.003, best_loss=2.5)
+
+
+@pytest.mark.parametrize("then, now, same", [
+    ((2.7551, "ok"), 2.8360, True), ((2.8426, "derailed"), 2.7088, True),
+    ((2.79, "ok"), 3.3, True), ((3.3, "derailed"), 2.79, True),
+    ((float("nan"), "non_finite"), 3.4, True), ((6.0, "above_initial"), 3.4, True),
+    ((2.5, "ok"), 3.3, False), ((3.3, "derailed"), 2.5, False),
+    ((2.5, "ok"), float("nan"), False), ((99.0, "above_initial"), 2.5, False),
+    ((2.5, "ok"), 2.55, True)])
+def test_a_verdict_counts_where_chaos_cannot_turn_it(then, now, same):
+    "B3: the line is at 2.8 nats, and a run on another processor ends 0.06 nats away"
+    found, words = explained(then, (now, 5.5), ROW)
+    assert found is same, words
+
+
+def test_a_flip_near_the_line_is_consistent_and_told(results):
+    "Same beginning, another end: final loss and verdict of a run near the edge"
+    table = store.load("exp", "cpu")
+    row = SimpleNamespace(**table.iloc[0].to_dict())
+    row.best_loss, row.best_rate = row.final_loss - 0.25, 0.001
+    row.verdict = "derailed"
+    then = store.read(row.key, "exp", "cpu")
+    now = SimpleNamespace(curves={k: v.copy() for k, v in then["curves"].items()},
+                          provenance=then["provenance"],
+                          summary=dict(then["summary"]))
+    now.curves["loss"][4] *= np.float32(1.02)
+    then["summary"]["final_loss"] += 0.1
+    outcome, why = lab.compare(then, now, row)
+    assert outcome == "consistent", why
+    assert "verdict derailed then and ok now, within 0.2 nats of the line" in why
+    row.best_loss, then["summary"]["final_loss"] = row.final_loss, row.final_loss + 1
+    assert lab.compare(then, now, row)[0] == "different"
+
+
+def test_a_missing_corpus_is_not_trained_and_has_its_own_count(results):
+    def absent(run): raise FileNotFoundError("corpus 'wiki' needs gensim")
+    found = outcomes(trainer=absent)
+    assert {o for o, _ in found} == {"not trained"}
+    assert all("FileNotFoundError: corpus 'wiki' needs gensim" in w for _, w in found)
+    failed = lab.failure(BASE, "time limit")
+    assert {o for o, _ in outcomes(trainer=lambda run: failed)} == {"not trained"}
+    assert lab.OUTCOMES == ("bit-equal", "consistent", "different", "not trained")
