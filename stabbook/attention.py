@@ -293,10 +293,11 @@ def fused(
     "Attention in the fused kernel of PyTorch."
     width, more = v.shape[-1], k.shape[-1] - v.shape[-1]
     if more > 0: v = F.pad(v, (0, more))  # Fused kernels want equal widths
+    grouped = bool(q.shape[1] != k.shape[1])  # A tracer's comparison is a tensor
     y = F.scaled_dot_product_attention(
         q, k, v, attn_mask=None if mask.unneeded else mask.allowed(q.device),
         is_causal=mask.unneeded and mask.square, scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1])
+        enable_gqa=grouped)
     return y[..., :width] if more > 0 else y
 
 # %% ../nbs/05_attention.ipynb #4194598c
@@ -316,7 +317,7 @@ def fused_with_sinks(
     k[:, :, 0, -1] = 1.0
     y = F.scaled_dot_product_attention(
         torch.cat((q, sink), -1), k, v, attn_mask=allowed, scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1])
+        enable_gqa=bool(q.shape[1] != k.shape[1]))
     return y[..., :width]
 
 # %% ../nbs/05_attention.ipynb #679fd182

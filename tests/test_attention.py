@@ -552,6 +552,13 @@ def test_exports_for_any_length(name):
         torch.testing.assert_close(exported(x), attn(x), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ANY_LENGTH)
+@pytest.mark.filterwarnings("ignore")                    # A trace warns of every size that it fixes
+def test_traces(name):
+    attn, x = build(name).eval(), inputs()
+    torch.testing.assert_close(torch.jit.trace(attn, (x,))(x), attn(x), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["window", "plain"])
 def test_a_decoder_compiles_and_exports_for_any_length(name):
     model = Decoder(ModelConfig(num_hidden_layers=1, **VARIANTS[name])).eval()

@@ -237,6 +237,14 @@ def softmax_in_fp32(module, query, key, value, attention_mask, scaling, **how):
     return (p.to(z.dtype) @ v).transpose(1, 2).contiguous(), None
 
 
+def cap_in_fp32(module, query, key, value, attention_mask, scaling, softcap, **how):
+    "Theirs for Gemma 2, with logits and cap in fp32, as fused kernels have them."
+    k, v = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    z = softcap * torch.tanh(query.float() @ k.float().mT * scaling / softcap)
+    p = (z + attention_mask).softmax(-1)
+    return (p.to(v.dtype) @ v).transpose(1, 2).contiguous(), None
+
+
 def bias_last(x, weight, bias=None):
     "F.linear of experts that rounds before it adds the bias, as theirs of gpt-oss do."
     if bias is None or len(weight) == 8: return F.linear(x, weight, bias)  # a router's
@@ -248,10 +256,11 @@ def bias_last(x, weight, bias=None):
 def test_every_bit_in_half_precision(name, monkeypatch):
     """Where the same things are rounded at the same places
 
-    Three things are not: we add up the answers of experts in fp32, they round after each; we
-    add an expert's bias before we round; and their gpt-oss subtracts the largest logit in bf16,
-    which, as a comment there says, its first release did not do."""
+    Four things are not: we add up the answers of experts in fp32, they round after each; we
+    add an expert's bias before we round; their gpt-oss subtracts the largest logit in bf16,
+    which, as a comment there says, its first release did not do; and we cap in fp32."""
     from stabbook import mlp
+    from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gpt_oss import modeling_gpt_oss
     narrow = types.ModuleType("functional")
     narrow.__getattr__ = lambda name: getattr(F, name)
@@ -260,6 +269,7 @@ def test_every_bit_in_half_precision(name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "index_add_", one_by_one)
     monkeypatch.setattr(torch.Tensor, "index_add", lambda t, *how: one_by_one(t.clone(), *how))
     monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", softmax_in_fp32)
+    monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", cap_in_fp32)
     theirs, ours = half(name)
     want, got = theirs(IDS).logits, eager(ours)(IDS)
     assert want.dtype == got.dtype == torch.bfloat16
