@@ -29,13 +29,13 @@ FLOORS = (("core", "files", "paper", "machine"), ("norms", "rope", "softcap", "m
           ("attention", "mlp", "embedding", "reparam", "residual"),
           ("config", "decoder", "model"), ("methods", "families"),
           ("data", "run", "update", "fast", "ranks", "checkpoint", "train", "monitor"), ("metrics", "store", "sweep"),
-          ("bench", "plots", "cli"))
+          ("bench", "looks", "plots", "cli"))
 # Neighbours on one floor: who may look into whose room.
 SAME_FLOOR = {"decoder": {"config"}, "model": {"config", "decoder"},
               "families": {"methods"}, "run": {"data"},
               "train": {"data", "run", "update", "fast", "ranks", "checkpoint"},
               "fast": {"run", "update"}, "update": {"run"}, "store": {"metrics"}, "sweep": {"store", "metrics"},
-              "cli": {"plots", "bench"}, "bench": {"plots"}}
+              "cli": {"plots", "bench"}, "bench": {"plots"}, "plots": {"looks"}}
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Which of the packages that are heavy or optional may stand at a module's top level.
 OPTIONAL = {"matplotlib", "seaborn", "gensim", "transformers", "ray", "dask",

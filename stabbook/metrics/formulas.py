@@ -506,7 +506,8 @@ def cell_counts(
     by = [by] if isinstance(by, str) else list(by)
     criterion = criterion or ("failed" if "failed" in runs else "diverged")
     if criterion not in runs:
-        raise ValueError(f"criterion={criterion!r} is no column of the runs: judge them")
+        raise ValueError(f"criterion={criterion!r} is no column of the runs: "
+                         "judge them first")
     if "error" in runs: runs = runs[runs["error"].fillna("") == ""]
     runs = runs.assign(k=_verdicts(criterion, runs[criterion]))
     cells = runs.groupby([*by, "learning_rate"], sort=False, dropna=False)["k"]
