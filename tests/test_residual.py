@@ -327,3 +327,42 @@ def test_every_expert_lies_on_the_sphere_and_no_bias_or_gain_does(qk_norm_gain):
     assert {n.rsplit(".", 1)[-1] for n in same} == {
         "weight", "bias", "gate_up_bias", "down_bias"}
     assert all("norm" in n or "alpha" in n for n in same if n.endswith("weight"))
+
+
+# --- the same through the flat config of a decoder
+
+@pytest.mark.parametrize("name", [*RESIDUALS, *ALIASES, "parallel"])
+def test_every_placement_is_a_value_of_the_config(name):
+    norm = dict(norm="l2") if name == "ngpt" else {}
+    config = ModelConfig(vocab_size=11, hidden_size=D, num_attention_heads=2,
+                         num_hidden_layers=3, norm_placement=name, **norm)
+    assert config.norm_placement == placement(name)
+    losses, moved = trained(model := Decoder(config))
+    assert losses[-1] < losses[0] / 2 and moved == {n for n, _ in model.named_parameters()}
+    if name == "parallel": return
+    for part in ("attention", "mlp"):
+        one = ModelConfig(num_hidden_layers=1, **{f"{part}_norm_placement": name}, **norm)
+        rule = getattr(Decoder(one).layers[0], part)
+        assert type(rule) is type(getattr(model.layers[0], part))
+
+
+def test_deepnorm_of_a_config_knows_its_depth():
+    model = Decoder(ModelConfig(num_hidden_layers=5, norm_placement="deepnorm"))
+    assert {rule.alpha for layer in model.layers for rule in (layer.attention, layer.mlp)} == {
+        10 ** 0.25}
+
+
+@pytest.mark.parametrize("rule", [Streams, ByDepth])
+def test_a_rule_from_outside_is_a_value_of_the_config(entry, rule):
+    sizes = dict(vocab_size=11, hidden_size=D, num_attention_heads=2, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="norm_placement='mine' is not one of"):
+        ModelConfig(**sizes, norm_placement="mine")
+    entry("mine", rule)
+    model = Decoder(ModelConfig(**sizes, norm_placement="mine"))
+    assert type(model.layers[1].mlp) is rule
+    losses, moved = trained(model)
+    assert losses[-1] < losses[0] / 2 and moved == {n for n, _ in model.named_parameters()}
+    # Cached decoding goes the same way as a whole forward
+    ids, cache = torch.arange(8).view(1, 8), model.eval().make_cache()
+    steps = torch.cat([model(ids[:, i:i + 2], cache=cache) for i in range(0, 8, 2)], 1)
+    torch.testing.assert_close(steps, model(ids), rtol=1e-4, atol=1e-4)
