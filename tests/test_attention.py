@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from stabbook.attention import (Attention, KVCache, LatentAttention, QKNorm,
-                                QKNormAttention, allowed_keys, attention_probabilities,
-                                attention_stats)
+                                QKNormAttention, SharedKV, allowed_keys,
+                                attention_probabilities, attention_stats)
+from stabbook.mask import same_document
+from stabbook.model import Decoder, ModelConfig
 from stabbook.rope import RotaryEmbedding
 
 B, T, D, H, K, C = 2, 7, 32, 6, 2, 8
@@ -23,7 +25,7 @@ VARIANTS = {
     "window": dict(sliding_window=3),
     "cap": dict(attn_logit_softcapping=5.0),
     "clip": dict(attn_prob_clip=(1.03, -0.03)),
-    "temperature": dict(attn_logit_temperature=0.5),
+    "multiplier": dict(attn_logit_multiplier=0.5),
     "bias": dict(attention_bias=True, attention_out_bias=True),
     "chunk": dict(attention_chunk_size=3),
     "sinks": dict(attention_sinks=True),
@@ -54,26 +56,26 @@ def rotation(start=0, length=T, dtype=torch.float32):
 
 def loop(attn, x, rope, mask=None):
     "The same attention as four nested loops"
-    q, k, v = attn.project(x, rope)
+    (q, k, v), kind = attn.project(x, rope), attn.mask_kind
     y = torch.zeros(q.shape, dtype=x.dtype)
     for b in range(x.shape[0]):
         for h in range(attn.num_attention_heads):
             g = h // (attn.num_attention_heads // attn.num_key_value_heads)
             for i in range(x.shape[1]):
-                first = 0 if attn.sliding_window is None else max(0, i - attn.sliding_window + 1)
-                if attn.chunk:
+                first = 0 if kind.sliding_window is None else max(0, i - kind.sliding_window + 1)
+                if kind.chunk:
                     pad = 0 if mask is None else int((mask[b].cumsum(0) == 0).sum())
-                    first = max(0, (i - pad) // attn.chunk * attn.chunk + pad)
+                    first = max(0, (i - pad) // kind.chunk * kind.chunk + pad)
                 seen = [j for j in range(first, i + 1) if mask is None or mask[b, j]]
                 if not seen:
                     continue
-                z = torch.stack([q[b, i, h] @ k[b, j, g] for j in seen]) * attn.scale
-                if attn.cap:
-                    z = attn.cap * torch.tanh(z / attn.cap)
+                z = torch.stack([q[b, i, h] @ k[b, j, g] for j in seen]) * attn.score.scale
+                if attn.score.cap:
+                    z = attn.score.cap * torch.tanh(z / attn.score.cap)
                 if attn.sinks is not None: z = torch.cat((z, attn.sinks[h:h + 1]))
                 p = torch.softmax(z, 0)
-                if attn.clip:
-                    zeta, gamma = attn.clip
+                if attn.score.clip:
+                    zeta, gamma = attn.score.clip
                     p = torch.clamp((zeta - gamma) * p + gamma, 0, 1)
                 y[b, i, h] = sum(w * v[b, j, g] for w, j in zip(p, seen))
     return attn.o_proj(y.flatten(2))
@@ -162,7 +164,7 @@ def test_a_cap_leaks_nothing(cap, how):
 @pytest.mark.parametrize("stats", [False, True])
 def test_a_cap_is_never_dropped(backend, stats):
     def run(cap):
-        attn = build(attn_logit_softcapping=cap, backend=backend, attn_logit_temperature=20.0)
+        attn = build(attn_logit_softcapping=cap, backend=backend, attn_logit_multiplier=20.0)
         return attn(inputs(), rotation(), stats=[] if stats else None)
     none, c50, c5 = run(None), run(50.0), run(5.0)
     assert min((none - c50).abs().max(), (c50 - c5).abs().max()) > 1e-3
@@ -280,7 +282,7 @@ def test_statistics_against_a_loop():
         largest, entropies = -math.inf, []
         for b in range(B):
             for i in range(T):
-                z = k[b, :i + 1, h // (H // K)] @ q[b, i, h] * attn.scale
+                z = k[b, :i + 1, h // (H // K)] @ q[b, i, h] * attn.score.scale
                 p = z.softmax(0)
                 largest = max(largest, z.max().item())
                 entropies.append(-(p * p.log()).sum().item())
@@ -303,10 +305,191 @@ def test_the_logit_is_the_one_before_the_cap_and_inside_the_mask(cap):
     x[:, -1] *= 100                                      # visible to the last query alone
     attn(x, stats=stats)
     q, k, _ = attn.project(x)
-    z = torch.einsum("bthc,bshc->bhts", q, k.repeat_interleave(H // K, 2)) * attn.scale
+    z = torch.einsum("bthc,bshc->bhts", q, k.repeat_interleave(H // K, 2)) * attn.score.scale
     visible = z.masked_fill(~allowed_keys(T, T), -math.inf).amax((0, 2, 3))
     torch.testing.assert_close(stats[0][0], visible)
     assert not stats[0].requires_grad
+
+
+def entropy_by_hand(attn, x, b, h, i, sink=None):
+    "Of one query, all keys up to it visible"
+    q, k, _ = attn.project(x)
+    z = k[b, :i + 1, h // (H // K)] @ q[b, i, h] * attn.score.scale
+    if sink is not None: z = torch.cat((z, sink[None]))
+    return torch.special.entr(z.softmax(0)).sum().item()
+
+
+def test_entropy_is_that_of_the_softmax_before_a_clip():
+    x, plain, clipped = inputs(), [], []
+    build().forward(x, stats=plain), build("clip").forward(x, stats=clipped)
+    torch.testing.assert_close(clipped[0], plain[0])
+    attn, uniform = Attention(D, 1, attn_prob_clip=(1.03, -0.03)), []
+    with torch.no_grad(): attn.q_proj.weight.zero_()
+    attn(torch.randn(1, 64, D), stats=uniform)
+    expected = sum(math.log(n) for n in range(1, 65)) / 64
+    assert uniform[0][1].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_entropy_counts_the_sink():
+    attn, x, stats = build("sinks", torch.float64), inputs(torch.float64), []
+    attn(x, stats=stats)
+    for h in (0, H - 1):
+        rows = [entropy_by_hand(attn, x, b, h, i, attn.sinks[h]) for b in range(B) for i in range(T)]
+        assert stats[0][1, h].item() == pytest.approx(sum(rows) / len(rows), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "sinks", "clip", "window"])
+@pytest.mark.parametrize("left", [True, False])
+def test_padding_moves_no_statistic(name, left):
+    "A batch of one long and one short text reads as the two texts alone"
+    attn, x, short, padded = build(name), inputs(), 4, []
+    mask = torch.ones(B, T).bool()
+    mask[0, :T - short] = False
+    if not left: mask = mask.flip(1)
+    real = x[:1, mask[0]]
+    attn(x, mask=mask, stats=padded)
+    alone = [[], []]
+    attn(real, stats=alone[0]), attn(x[1:], stats=alone[1])
+    (a,), (b,) = alone
+    torch.testing.assert_close(padded[0][0], torch.maximum(a[0], b[0]))
+    torch.testing.assert_close(padded[0][1], (short * a[1] + T * b[1]) / (short + T))
+
+
+# ------------------------------------------------------------------ half precision
+
+LOUD = dict(plain={}, cap=dict(attn_logit_softcapping=50.0), sinks=dict(attention_sinks=True))
+
+
+@pytest.mark.parametrize("name", LOUD)
+def test_fp16_logits_are_scaled_before_they_overflow(name):
+    attn, x, stats = Attention(64, 2, **LOUD[name]).half(), 300 * torch.randn(1, 8, 64).half(), []
+    with torch.no_grad():
+        for p in (attn.q_proj, attn.k_proj): p.weight.copy_(torch.eye(64))
+        y, watched, cache = attn(x), attn(x, stats=stats), KVCache()
+        parts = torch.cat([attn(part, cache=cache) for part in x.split(1, 1)], 1)
+    q, k, _ = attn.project(x)
+    z = torch.einsum("bthc,bshc->bhts", q.double(), k.double()) / 32**0.5
+    largest = z.masked_fill(~allowed_keys(8, 8), -math.inf).amax((0, 2, 3))
+    assert largest.max() > 11_580 and stats[0].isfinite().all()
+    torch.testing.assert_close(stats[0][0], largest.float(), rtol=2e-3, atol=0)
+    for other in (watched, parts):
+        assert other.isfinite().all()
+        torch.testing.assert_close(other, y, rtol=2e-2, atol=2e-2 * y.abs().max().item())
+
+
+@pytest.mark.parametrize("size", [1.0, 9.0, 36.0])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_capped_logits_are_made_in_fp32(size, autocast):
+    "In bf16 they would be off by 0.004, 0.018 and 0.032 for these sizes"
+    q, k, v = (torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(s)) for s in (0, 1, 2))
+    q = (q * size).bfloat16()
+    k, v = k.bfloat16(), v.bfloat16()
+    attn = Attention(256, 4, attn_logit_softcapping=50.0)
+    mask = attn.make_mask(64, 64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast): y = attn.score(q, k, v, mask)
+    exact = attn.score(q.double(), k.double(), v.double(), mask)
+    assert y.dtype == torch.bfloat16
+    assert (y.double() - exact).norm() / exact.norm() < 0.0035
+
+
+# ------------------------------------------------------------------ masks
+
+@pytest.mark.parametrize("name", ["plain", "window", "chunk", "sinks", "cap"])
+@pytest.mark.parametrize("mask", [None, PADDING])
+def test_a_made_mask_is_the_mask(name, mask):
+    attn, x, made = build(name), inputs(), build(name).make_mask(T, T, mask)
+    assert torch.equal(attn(x, rotation(), made), attn(x, rotation(), mask))
+    assert torch.equal(attn(x, rotation(), made), attn(x, rotation(), mask))        # Used twice
+
+
+def test_equal_layers_have_one_kind_of_mask():
+    kinds = {build(n).mask_kind for n in ("plain", "cap", "qk_norm", "window", "chunk", "window")}
+    assert len(kinds) == 3
+
+
+@pytest.mark.parametrize("name", ["plain", "cap", "chunk", "sinks"])
+def test_packed_texts_are_told_apart_by_their_positions(name):
+    attn, x = build(name), inputs()
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 1]])
+    rope = RotaryEmbedding(C)
+    y = attn(x, rope(positions), attn.make_mask(T, T, positions=positions))
+    for b, cut in ((0, 3), (1, 5)):
+        if name == "chunk": continue                     # Chunks are counted from the first token
+        for part in (slice(0, cut), slice(cut, T)):
+            alone = attn(x[b:b + 1, part], rope(positions[b, part]))
+            torch.testing.assert_close(y[b:b + 1, part], alone, atol=2e-6, rtol=1e-5)
+    assert (y - attn(x, rope(positions))).abs().max() > 1e-2
+
+
+def test_positions_that_rise_are_one_text():
+    assert same_document(torch.tensor([5, 7, 8])).all()
+    padded = same_document(torch.tensor([1, 1, 0, 1, 2]))[0, 0]
+    assert padded[2:, 2:].all() and not padded[2:, :2].any()
+
+
+def test_query_temperature_respects_positions():
+    attn, x = Attention(D, 4, attn_temperature_scale=0.5, attn_temperature_floor=3), inputs()
+    positions = torch.tensor([[0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6]])
+    y = attn(x, None, attn.make_mask(T, T, PADDING, positions=positions))
+    torch.testing.assert_close(y[0, 2:], attn(x[:1, 2:])[0], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(y[1], attn(x[1:])[0], atol=2e-6, rtol=1e-5)
+    assert (y[0, 2:] - attn(x, None, PADDING)[0, 2:]).abs().max() > 1e-4
+
+
+# ------------------------------------------------------------------ shared keys and values
+
+def test_shared_keys_are_set_and_not_appended():
+    owner, guest = build("qk_norm"), build("qk_norm", kv_shared=True)
+    x, held = inputs(), SharedKV()
+    first = [layer(x, rotation(), cache=held) for layer in (owner, guest)]
+    again = [layer(x, rotation(), cache=held) for layer in (owner, guest)]
+    assert held.length == T
+    for a, b in zip(first, again): assert torch.equal(a, b)
+
+
+def test_shared_keys_under_activation_checkpoints():
+    from torch.utils.checkpoint import checkpoint
+    owner, guest = build("qk_norm"), build("qk_norm", seed=1, kv_shared=True)
+    params = [*owner.parameters(), *guest.parameters()]
+
+    def grads(run):
+        x, held = inputs(), SharedKV()
+        for layer in (owner, guest): x = x + run(layer, x, rotation(), None, held)
+        return torch.autograd.grad(x.square().sum(), params)
+    plain = grads(lambda layer, *args: layer(*args))
+    for a, b in zip(grads(lambda layer, *args: checkpoint(layer, *args, use_reentrant=False)), plain):
+        assert torch.equal(a, b)
+
+
+# ------------------------------------------------------------------ names
+
+def test_the_old_name_of_the_multiplier_means_what_it_meant():
+    new, old = (Attention(D, 4, **{name: 0.5}) for name in ("attn_logit_multiplier", "attn_logit_temperature"))
+    assert new.score.scale == old.score.scale == 0.5 * (D // 4) ** -0.5
+
+
+def test_the_class_is_whole():
+    import inspect
+    lines = inspect.getsource(Attention.forward).splitlines()
+    assert Attention.forward.__qualname__ == "Attention.forward" and len(lines) <= 30
+    assert len(inspect.getsource(Attention).splitlines()) <= 40
+
+
+def test_values_wider_than_keys_with_sinks():
+    how = dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=16)
+    torch.manual_seed(0)
+    attn, x = LatentAttention(D, 2, attention_sinks=True, **how), inputs()
+    with torch.no_grad(): attn.sinks.normal_()
+    fused = attn(x)
+    attn.score.backend = "eager"
+    torch.testing.assert_close(fused, attn(x), atol=2e-6, rtol=1e-5)
+
+
+def test_reset_puts_the_sinks_back():
+    attn = build("sinks")
+    before = attn.q_proj.weight.clone()
+    attn.reset_parameters()
+    assert attn.sinks.abs().max() == 0 and torch.equal(attn.q_proj.weight, before)
 
 
 # ------------------------------------------------------------------ dtypes, views, compile
@@ -344,6 +527,41 @@ def test_compiles_without_a_break(name):
     torch.testing.assert_close(y, attn(x, rotation(), PADDING, stats=[]), atol=1e-6, rtol=1e-5)
     assert len(stats) == 1 and stats[0].shape == (2, H)
     torch.testing.assert_close(compiled(x, rotation()), attn(x, rotation()), atol=1e-6, rtol=1e-5)
+
+
+ANY_LENGTH = ["plain", "qk_norm", "window", "chunk", "sinks", "cap"]
+
+
+@pytest.mark.parametrize("name", ANY_LENGTH)
+def test_compiles_for_any_length(name):
+    attn, calls = build(name), []
+    torch._dynamo.reset()
+    compiled = torch.compile(attn, backend="aot_eager", fullgraph=True)
+    for n in (7, 3, 16, 5):
+        x, rope = torch.randn(B, n, D), rotation(0, n)
+        calls.append((compiled(x, rope), attn(x, rope)))
+    for ours, plain in calls: torch.testing.assert_close(ours, plain, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ANY_LENGTH)
+def test_exports_for_any_length(name):
+    attn, dim = build(name).eval(), torch.export.Dim("t", min=2, max=64)
+    exported = torch.export.export(attn, (inputs(),), dynamic_shapes=({1: dim},)).module()
+    for n in (2, 3, 20):
+        x = torch.randn(B, n, D)
+        torch.testing.assert_close(exported(x), attn(x), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["window", "plain"])
+def test_a_decoder_compiles_and_exports_for_any_length(name):
+    model = Decoder(ModelConfig(num_hidden_layers=1, **VARIANTS[name])).eval()
+    torch._dynamo.reset()
+    compiled, ids = torch.compile(model, backend="aot_eager", fullgraph=True), torch.randint(256, (2, 40))
+    dim = torch.export.Dim("t", min=2, max=64)
+    exported = torch.export.export(model, (ids[:, :9].clone(),), dynamic_shapes=({1: dim},)).module()
+    for n in (9, 5, 40):
+        for run in (compiled, exported):
+            torch.testing.assert_close(run(ids[:, :n].clone()), model(ids[:, :n]), atol=1e-5, rtol=1e-5)
 
 
 # ------------------------------------------------------------------ Transformers
@@ -444,7 +662,7 @@ def test_the_articles_class_is_a_thin_face():
 
 @pytest.mark.parametrize("args,how,words", [
     ((64, 6), {}, ["hidden_size=64", "num_attention_heads=6", "head_dim"]),
-    ((64, 4, 3), {}, ["num_attention_heads=4", "num_key_value_heads=3"]),
+    ((64, 4, 3), {}, ["num_attention_heads=4 must be a multiple of num_key_value_heads=3"]),
     ((64, 4, 0), {}, ["num_key_value_heads=0"]),
     ((64, 0), {}, ["num_attention_heads=0"]),
     ((64, 4, 2, 0), {}, ["head_dim=0"]),
@@ -453,12 +671,12 @@ def test_the_articles_class_is_a_thin_face():
     ((64, 4), dict(qk_norm_scope="heads"), ["qk_norm_scope", "did you mean 'head'"]),
     ((64, 4), dict(qk_norm_gain="head"), ["qk_norm_gain", "per_head"]),
     ((64, 4), dict(v_norm_gain="non"), ["v_norm_gain", "did you mean 'none'"]),
-    ((64, 4), dict(attn_logit_softcapping=-1.0), ["attn_logit_softcapping=-1.0", "above 0"]),
+    ((64, 4), dict(attn_logit_softcapping=-1.0), ["attn_logit_softcapping=-1.0", "above 0, or None"]),
     ((64, 4), dict(attn_logit_softcapping=math.nan), ["attn_logit_softcapping=nan"]),
     ((64, 4), dict(attn_logit_softcapping=math.inf), ["attn_logit_softcapping=inf"]),
-    ((64, 4), dict(attn_logit_temperature=0), ["attn_logit_temperature=0"]),
+    ((64, 4), dict(attn_logit_multiplier=0), ["attn_logit_multiplier=0"]),
     ((64, 4), dict(query_pre_attn_scalar=0), ["query_pre_attn_scalar=0"]),
-    ((64, 4), dict(sliding_window=0), ["sliding_window=0", "at least 1"]),
+    ((64, 4), dict(sliding_window=0), ["sliding_window=0 must be a whole number from 1 up, or None"]),
     ((64, 4), dict(attn_prob_clip=(1.0, 0.1)), ["gamma=0.1"]),
     ((64, 4), dict(backend="flash"), ["backend='flash'", "sdpa"]),
 ])
@@ -561,9 +779,9 @@ def test_latents_equal_deepseek(latent_query, interleaved):
         rope_parameters=dict(rope_theta=1e4, **yarn), max_position_embeddings=640)
     theirs, rotary = reference("deepseek_v3", config)
     m = 0.1 * 0.7 * math.log(40.0) + 1
-    ours = LatentAttention(32, 4, **sizes, attn_logit_temperature=m * m,
+    ours = LatentAttention(32, 4, **sizes, attn_logit_multiplier=m * m,
                            attention_bias=True, attention_out_bias=True, norm_eps=1e-2)
-    assert ours.scale == pytest.approx(theirs.scaling, rel=1e-12)
+    assert ours.score.scale == pytest.approx(theirs.scaling, rel=1e-12)
     rope = RotaryEmbedding(4, interleaved=interleaved, rope_scaling=yarn)
     compare(theirs, ours, Run(rotary, rope), lambda n: n.replace("_layernorm", "_norm")
             .replace("_with_mqa", ""))
@@ -645,7 +863,7 @@ def test_a_window_that_holds_everything_hides_nothing():
 
 
 @pytest.mark.parametrize("how,words", [
-    (dict(attention_chunk_size=0), "attention_chunk_size=0 must be at least 1"),
+    (dict(attention_chunk_size=0), "attention_chunk_size=0 must be a whole number from 1 up"),
     (dict(attn_temperature_scale=-0.1), "attn_temperature_scale=-0.1 must be"),
     (dict(attn_temperature_floor=0), "attn_temperature_floor=0 must be")])
 def test_settings_of_families_are_refused_by_name(how, words):
@@ -653,7 +871,7 @@ def test_settings_of_families_are_refused_by_name(how, words):
 
 
 @pytest.mark.parametrize("how,words", [
-    (dict(v_head_dim=0), "v_head_dim=0 must be at least 1"), (dict(kv_lora_rank=None), "kv_lora_rank=None"),
+    (dict(v_head_dim=0), "v_head_dim=0 must be a whole number from 1 up"), (dict(kv_lora_rank=None), "kv_lora_rank=None"),
     (dict(qk_norm="rmsnorm"), "qk_norm='rmsnorm' must be left out"),
     (dict(v_norm="rmsnorm"), "v_norm='rmsnorm'"), (dict(attention_k_eq_v=True), "attention_k_eq_v=True")])
 def test_latents_that_cannot_be(how, words):

@@ -108,7 +108,7 @@ def test_sweep_from_a_file(call, tmp_path):
     ("exprmnt = 'x'", "did you mean 'experiment'?"),
     ("[base.model]\nhidden_sizes = 3", "did you mean 'hidden_size'?"),
     ("[base", "is not valid TOML"),
-    ("scale = 'tiny'\n[grid]\nseed = 1", "smoke, cpu, gpu"),
+    ("scale = 'tiny'\n[grid]\nseed = 1", "'smoke', 'cpu', 'gpu'"),
     ("experiment = 3", "experiment=3 must be a text"),
     ("experiment = 'a b'", "letters, digits"),
     ("time_limit = '10'", "time_limit='10' must be a number of seconds"),

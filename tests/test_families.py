@@ -218,7 +218,7 @@ def half(name):
 
 def eager(model):
     "Ours with the attention written out, as theirs is."
-    for a in (model := copy.deepcopy(model)).attentions: a.backend = "eager"
+    for a in (model := copy.deepcopy(model)).attentions: a.score.backend = "eager"
     return model
 
 
@@ -382,7 +382,7 @@ def test_the_scale_of_the_27_billion_models(name, scalar):
     config = family(name).config(dict(query_pre_attn_scalar=scalar, head_dim=128))
     assert config.query_pre_attn_scalar == scalar != config.head_dim
     tiny = family(name).config({**FAMILIES[name].tiny, "query_pre_attn_scalar": scalar})
-    assert Decoder(tiny).attentions[0].scale == pytest.approx(scalar ** -0.5)
+    assert Decoder(tiny).attentions[0].score.scale == pytest.approx(scalar ** -0.5)
 
 
 def test_full_width_and_per_head_are_not_interchangeable():

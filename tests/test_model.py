@@ -370,7 +370,7 @@ def test_bad_value_names_field_value_and_rule(field, value):
     (dict(layer_pattern=({"head_dim": 5},)), "head_dim=5 .*even"),
     (dict(layer_pattern=({},) * 7), "layer_pattern has 7 layers.*num_hidden_layers=6"),
     (dict(qk_scale=True, num_key_value_heads=1), "qk_scale=True needs num_key_value_heads=1"),
-    (dict(kv_lora_rank=8), "qk_nope_head_dim=None must be at least 1"),
+    (dict(kv_lora_rank=8), "head_dim=None must be a whole number"),
     (dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=3, v_head_dim=4), "head_dim=3 .*even"),
     (dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, qk_norm="l2"), "qk_norm='l2'"),
     (dict(num_experts=4), "activation='gelu' is not one of"),
@@ -424,7 +424,7 @@ def test_each_layer_is_what_its_pattern_says():
     c = ModelConfig(num_hidden_layers=5, qk_norm="rmsnorm", layer_pattern=(
         {"sliding_window": 4, "rope_theta": 100.0}, {}, {"rope_theta": None, "qk_norm": None}))
     model = Decoder(c)
-    assert [a.sliding_window for a in model.attentions] == [4, None, None, 4, None]
+    assert [a.mask_kind.sliding_window for a in model.attentions] == [4, None, None, 4, None]
     assert [a.q_norm is None for a in model.attentions] == [False, False, True, False, False]
     assert model.rope_of == [0, 1, None, 0, 1] and len(model.ropes) == 2
     assert [r.frequency_args[1] for r in model.ropes] == [100.0, 10_000.0]

@@ -25,7 +25,7 @@ MAX_COLUMNS, MAX_LINES, MAX_LINES_EXPORTED = 88, 25, 40
 FENCE = re.compile(r"^(`{3,}|~{3,}|:{3,}).*?^\1", re.M | re.S)
 
 # Which modules stand on which floor (the design's table): imports go down only.
-FLOORS = (("core", "files", "paper", "machine"), ("norms", "rope", "softcap", "stats"),
+FLOORS = (("core", "files", "paper", "machine"), ("norms", "rope", "softcap", "mask", "stats"),
           ("attention", "mlp", "embedding", "reparam", "residual"),
           ("config", "decoder", "model"), ("methods", "families"),
           ("data", "run", "update", "fast", "ranks", "checkpoint", "train", "monitor"), ("metrics", "store", "sweep"),

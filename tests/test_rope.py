@@ -121,6 +121,23 @@ def test_scalings_have_one_form():
     assert check_rope_scaling(b) == check_rope_scaling(RECIPES["yarn"])
 
 
+def test_proportional_takes_any_even_head():
+    "A quarter of 12 channels is odd, but the whole head is the ladder."
+    rope = RotaryEmbedding(12, partial_rotary_factor=0.25,
+                           rope_scaling={"rope_type": "proportional"})
+    x = torch.randn(1, 5, 1, 12)
+    y = rope(torch.arange(5))(x)
+    still = torch.ones(12, dtype=torch.bool).index_fill(0, torch.tensor([0, 6]), False)
+    assert torch.equal(y[..., still], x[..., still])
+    assert (y - x)[:, 1:][..., ~still].abs().min() > 0
+
+
+def test_yarn_refuses_a_base_without_a_logarithm():
+    with pytest.raises(ValueError, match="rope_theta=1.0 must be a finite number above 1"):
+        RotaryEmbedding(C, rope_theta=1.0, rope_scaling=RECIPES["yarn"])
+    RotaryEmbedding(C, rope_theta=1.0, rope_scaling=RECIPES["linear"])
+
+
 # --- what a rotation keeps
 
 @layouts
@@ -295,9 +312,9 @@ def test_gradcheck():
 @pytest.mark.parametrize("make, message", [
     (lambda: RotaryEmbedding(7), "head_dim=7.*must be even and above 0"),
     (lambda: RotaryEmbedding(8, partial_rotary_factor=0.1), "gives 0 rotary channels"),
-    (lambda: RotaryEmbedding(8, partial_rotary_factor=1.5), r"must be in \(0, 1\]"),
-    (lambda: RotaryEmbedding(8, partial_rotary_factor=float("nan")), r"in \(0, 1\]"),
-    (lambda: RotaryEmbedding(8, rope_theta=0.0), "rope_theta=0.0 must be above 0"),
+    (lambda: RotaryEmbedding(8, partial_rotary_factor=1.5), "partial_rotary_factor=1.5 must be a finite number above 0 and to 1"),
+    (lambda: RotaryEmbedding(8, partial_rotary_factor=float("nan")), "partial_rotary_factor=nan must be"),
+    (lambda: RotaryEmbedding(8, rope_theta=0.0), "rope_theta=0.0 must be a finite number above 0"),
     (lambda: RotaryEmbedding(8)(torch.arange(2))(torch.ones(1, 2, 1, 16)),
      "16 channels a head.*head_dim=8")])
 def test_refuses(make, message):
@@ -337,5 +354,5 @@ def test_three_ways_to_round_a_rotation(interleaved):
         want = make("input")(at, dtype)(wide)
         assert want.dtype == dtype
         for p in ("mixed", "fp32"): assert torch.equal(make(p)(at, dtype)(wide), want)
-    with pytest.raises(ValueError, match="rope_precision='bf16' is not one of input, mixed, fp32"):
+    with pytest.raises(ValueError, match="rope_precision='bf16' is not one of 'input', 'mixed', 'fp32'"):
         make("bf16")
