@@ -366,3 +366,30 @@ def test_a_rule_from_outside_is_a_value_of_the_config(entry, rule):
     ids, cache = torch.arange(8).view(1, 8), model.eval().make_cache()
     steps = torch.cat([model(ids[:, i:i + 2], cache=cache) for i in range(0, 8, 2)], 1)
     torch.testing.assert_close(steps, model(ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", [
+    dict(norm="layernorm", qk_norm="layernorm", embedding_norm="layernorm",
+         embedding_norm_gain=True, layer_scale_init=0.1, mlp_bias=True),
+    dict(sigma_reparam=True, attention_bias=True, layer_scalar=True),
+    dict(num_experts=4, activation="swiglu", router_bias=True, router_correction_bias=True,
+         router_norm=True, router_expert_scale=True, mlp_bias=True),
+    dict(norm="l2", norm_placement="ngpt", qk_norm="l2", qk_scale=True, mlp_scale=True,
+         hidden_size_per_layer_input=4, activation="swiglu")])
+def test_every_room_puts_back_or_names_all_that_it_owns(how):
+    "Nothing of a run before is left: a parameter is drawn by name, or reset by its module."
+    rooms = {f"stabbook.{r}" for r in ("norms", "mlp", "embedding", "reparam", "residual")}
+    model, seen = Decoder(ModelConfig(num_hidden_layers=1, **how)), set()
+    for module in model.modules():
+        own = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+        if type(module).__module__ not in rooms or not own: continue
+        seen.add(type(module).__name__)
+        drawn = {n: own[n].detach().clone() for n in getattr(module, "drawn", ())}
+        before = {n: t.detach().clone() for n, t in own.items() if n not in drawn}
+        with torch.no_grad():
+            for n in before: own[n].fill_(7)
+        module.reset_parameters()
+        for n, t in before.items():
+            torch.testing.assert_close(own[n].detach(), t, rtol=1e-5, atol=1e-5)
+        for n, t in drawn.items(): assert torch.equal(own[n], t)
+    assert len(seen) >= 2
