@@ -18,7 +18,8 @@ def test_a_number_of_any_library_comes_back_as_a_float(value):
 
 
 @pytest.mark.parametrize("value", [True, "2", None, [2], math.nan, math.inf, -math.inf,
-                                   2j, np.nan, torch.tensor([2.0]), torch.tensor(math.nan)])
+                                   2j, np.nan,
+                                   torch.tensor([2.0]), torch.tensor(math.nan)])
 def test_what_is_no_finite_number_is_refused(value):
     with pytest.raises(ValueError, match="x=.* must be a finite number$"):
         number("x", value)

@@ -311,7 +311,8 @@ def test_resetting_a_block_puts_its_scalar_back():
 def test_every_expert_lies_on_the_sphere_and_no_bias_or_gain_does(qk_norm_gain):
     config = ModelConfig(
         hidden_size=32, norm="l2", norm_placement="ngpt", final_norm=False,
-        num_experts=4, activation="swiglu", mlp_bias=True, router_bias=True, num_shared_experts=1,
+        num_experts=4, activation="swiglu", mlp_bias=True,
+        router_bias=True, num_shared_experts=1,
         num_hidden_layers=2, qk_norm="rmsnorm", qk_norm_gain=qk_norm_gain,
         num_attention_heads=1)  # The gain of a head is as wide as the stream
     model, turned = Decoder(config), set()
@@ -381,7 +382,8 @@ def test_a_rule_from_outside_is_a_value_of_the_config(entry, rule):
          embedding_norm_gain=True, layer_scale_init=0.1, mlp_bias=True),
     dict(sigma_reparam=True, attention_bias=True, layer_scalar=True),
     dict(num_experts=4, activation="swiglu", router_bias=True,
-         router_correction_bias=True, router_norm=True, router_expert_scale=True, mlp_bias=True),
+         router_correction_bias=True, router_norm=True, router_expert_scale=True,
+         mlp_bias=True),
     dict(norm="l2", norm_placement="ngpt", qk_norm="l2", qk_scale=True, mlp_scale=True,
          hidden_size_per_layer_input=4, activation="swiglu")])
 def test_every_room_puts_back_or_names_all_that_it_owns(how):
