@@ -8,6 +8,7 @@ __all__ = ['CHOICES', 'ModelConfig', 'check_field', 'check_config', 'Decoder', '
 # %% ../nbs/10_model.ipynb #f98ace6a
 import math
 import zlib
+from collections import ChainMap
 from dataclasses import dataclass, fields, replace as replace_fields
 from numbers import Integral, Real
 from typing import get_args
@@ -23,7 +24,7 @@ from .mlp import (ACTIVATIONS, CLAMPED, GATED, MLP, ROUTERS, Experts, MoE,
                           PerLayerGate, Router)
 from .norms import NORMS, LearnedScale, Norm, choice, make_norm
 from .reparam import LayerScale, SigmaReparamLinear
-from .residual import ALIASES, PLACEMENTS, Block, ParallelBlock, placement
+from .residual import ALIASES, RESIDUALS, Block, ParallelBlock, placement
 from .rope import PRECISIONS, RotaryEmbedding, check_rope_scaling
 from .softcap import softcap, z_loss
 
@@ -44,7 +45,7 @@ class ModelConfig:
     norm_bias: bool = True  # Of LayerNorm
     zero_centered_gain: bool = False  # Multiply by 1 + weight
     cast_before_gain: bool = True  # Only matters in half precision
-    norm_placement: str = "pre"  # One of PLACEMENTS, "parallel", or an alias
+    norm_placement: str = "pre"  # A name in RESIDUALS, "parallel", or an alias
     attention_norm_placement: str | None = None  # None means norm_placement
     mlp_norm_placement: str | None = None  # None means norm_placement
     final_norm: bool = True  # A norm before the head
@@ -118,13 +119,16 @@ class ModelConfig:
     def __post_init__(self): check_config(self)
 
 # %% ../nbs/10_model.ipynb #fbf8da60
-_places, _norms = (*PLACEMENTS, "parallel", "ngpt", *ALIASES), tuple(NORMS)
+# Views of the registries, so that an entry added at run time is a choice at once
+_norms = ChainMap({None: None}, NORMS)
+_places = ChainMap(ALIASES, {"parallel": ParallelBlock}, RESIDUALS)
+_places_or_none = _places.new_child({None: None})
 _gains = ("shared", "per_head", "none")
 CHOICES = dict(
-    activation=(*ACTIVATIONS, *GATED, CLAMPED), norm=_norms, qk_norm=(*_norms, None),
-    v_norm=(*_norms, None), embedding_norm=(*_norms, None),
-    norm_placement=_places, attention_norm_placement=(*_places, None),
-    mlp_norm_placement=(*_places, None), qk_norm_scope=("head", "full"),
+    activation=(*ACTIVATIONS, *GATED, CLAMPED), norm=NORMS, qk_norm=_norms,
+    v_norm=_norms, embedding_norm=_norms, norm_placement=_places,
+    attention_norm_placement=_places_or_none, mlp_norm_placement=_places_or_none,
+    qk_norm_scope=("head", "full"),
     qk_norm_gain=_gains, v_norm_gain=_gains, router=ROUTERS, rope_precision=PRECISIONS,
     router_precision=PRECISIONS)
 
@@ -292,7 +296,7 @@ class Decoder(nn.Module):
             c.vocab_size, c.hidden_size, L, P, self.make_norm(c, P))
         self.kv_sources = kv_sources(c)
         self.layers = nn.ModuleList(
-            self.layer(each, kv_shared=source != i)
+            self.layer(each, kv_shared=source != i, layer=i)
             for i, (each, source) in enumerate(zip(c.layers, self.kv_sources)))
         self.norm = self.make_norm(c) if c.final_norm else None
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
@@ -372,6 +376,7 @@ def make_layer(
     c: ModelConfig,
     linear=None,  # Makes each projection; None: as the config says
     kv_shared: bool = False,  # Whether keys and values are another layer's
+    layer: int = 0,  # Which it is, for residual rules that ask
 ) -> nn.Module:  # (B, T, D), rope, mask, cache, stats -> (B, T, D)
     "One block."
     linear = linear or (SigmaReparamLinear if c.sigma_reparam else nn.Linear)
@@ -383,8 +388,9 @@ def make_layer(
     first, second = c.placements
     how = dict(make_scale=scale, per_layer=make_gate(c, linear), scalar=c.layer_scalar)
     if first == "parallel": return ParallelBlock(attention, mlp, norm, **how)
-    return Block(attention, mlp, norm, attention_norm_placement=first,
-                 mlp_norm_placement=second, beside=beside, **how)
+    return Block(attention, mlp, norm, attention_norm_placement=first, layer=layer,
+                 mlp_norm_placement=second, beside=beside, depth=c.num_hidden_layers,
+                 **how)
 
 Decoder.layer = staticmethod(make_layer)
 
@@ -500,9 +506,11 @@ def forward(
     # layers that share keys and values pass them on in a cache, if only for this once
     if cache is None and self.config.num_kv_shared_layers: cache = self.make_cache()
     stats = [] if return_stats else None
+    x = self.layers[0].open(x)  # some residual rules carry more than one stream
     for i, (layer, r) in enumerate(zip(self.layers, self.rope_of)):
         x = layer(x, None if r is None else turns[r], attention_mask,
                   None if cache is None else cache[i], stats, per_layer_input=own[i])
+    x = self.layers[-1].close(x)
     if self.norm is not None: x = self.norm(x)
     logits = self.lm_head(x)
     if self.logit_gain is not None: logits = logits * self.logit_gain()

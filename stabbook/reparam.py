@@ -47,6 +47,8 @@ class FollowedWeight(nn.Module):
         u, _, v = torch.linalg.svd(wide, full_matrices=False)
         self.u.copy_(u[:, 0]); self.v.copy_(v[0])
 
+    reset_parameters = reset_singular_vectors  # A layer has more to put back
+
     @torch.no_grad()
     def power_iterate(self):
         "One step of power iteration, so that u and v follow the moving weight."

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from stabbook.attention import Attention
 from stabbook.embedding import Embedding
+from stabbook.model import Decoder, ModelConfig
 from stabbook.norms import (NORMS, L2Norm, LayerNorm, LearnedScale, RMSNorm, choice,
                             make_norm)
 
@@ -347,6 +348,9 @@ def test_a_norm_added_at_run_time_is_valid_everywhere(monkeypatch):
     e = Embedding(7, D, embedding_norm="dyt")
     ids = torch.arange(7)[None]
     assert torch.equal(e(ids), torch.tanh(0.5 * e.weight[ids]))
+    model = Decoder(ModelConfig(norm="dyt", qk_norm="dyt", num_hidden_layers=2))
+    assert sum(isinstance(m, DyT) for m in model.modules()) == 9  # 4 a layer, and the last
+    assert model(ids).isfinite().all()
 
 
 def test_a_learned_scale_stands_for_its_start_and_goes_back_to_it():

@@ -161,11 +161,13 @@ class Streams(Residual):  # Hyper-connections at their simplest: n streams
 
     def __init__(self, *args, **how):
         super().__init__(*args, **how)
-        self.read, self.write = LearnedScale(self.n, init=1 / self.n), LearnedScale(self.n)
+        self.read = LearnedScale(self.n, init=1 / self.n)
+        self.write = LearnedScale(self.n)
 
     def open(self, x): return torch.stack([x] * self.n, -2)
     def close(self, stream): return stream.mean(-2)
-    def split(self, stream): return super().split((stream * self.read()[:, None]).sum(-2))
+    def split(self, stream):
+        return super().split((stream * self.read()[:, None]).sum(-2))
     def merge(self, stream, y): return stream + self.write()[:, None] * y[..., None, :]
 
 
@@ -210,7 +212,8 @@ def trained(model, steps=40):
         loss = nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:])
         optimiser.zero_grad(), loss.backward(), optimiser.step()
         losses.append(loss.item())
-    return losses, {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    return losses, {n for n, p in model.named_parameters()
+                    if not torch.equal(p, before[n])}
 
 
 @pytest.mark.parametrize("rule", [Streams, ByDepth, ResidualRule])
@@ -264,7 +267,8 @@ def test_a_rule_is_told_its_layer_and_the_depth(entry):
 def test_deepnorm_is_its_formula(parts):
     f, g, h, make, made = parts
     rule = make_residual("deepnorm", f, make, depth=80, scale=LayerScale(D, 0.5))
-    assert isinstance(rule, DeepNorm) and rule.alpha == pytest.approx(3.5565588200778455)
+    assert isinstance(rule, DeepNorm)
+    assert rule.alpha == pytest.approx(3.5565588200778455)
     want = made[0](160 ** 0.25 * h + 0.5 * f(h))
     torch.testing.assert_close(rule(h), want)
     assert not torch.allclose(rule(h), made[0](h + 0.5 * f(h)), atol=0.01)
@@ -306,8 +310,9 @@ def test_resetting_a_block_puts_its_scalar_back():
 @pytest.mark.parametrize("qk_norm_gain", ["shared", "per_head"])
 def test_every_expert_lies_on_the_sphere_and_no_bias_or_gain_does(qk_norm_gain):
     config = ModelConfig(
-        hidden_size=32, norm="l2", norm_placement="ngpt", final_norm=False, num_experts=4,
-        activation="swiglu", mlp_bias=True, router_bias=True, num_shared_experts=1,
+        hidden_size=32, norm="l2", norm_placement="ngpt", final_norm=False,
+        num_experts=4, activation="swiglu", mlp_bias=True,
+        router_bias=True, num_shared_experts=1,
         num_hidden_layers=2, qk_norm="rmsnorm", qk_norm_gain=qk_norm_gain,
         num_attention_heads=1)  # The gain of a head is as wide as the stream
     model, turned = Decoder(config), set()
@@ -321,9 +326,82 @@ def test_every_expert_lies_on_the_sphere_and_no_bias_or_gain_does(qk_norm_gain):
         axis = -2 if "o_proj" in n or "down_proj" in n else -1
         length = before[n].norm(dim=axis, keepdim=True)
         torch.testing.assert_close(p, before[n] / length)
-    assert turned == {"embedding", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "router",
-                      "gate_up_proj", "gate_proj", "up_proj", "down_proj"}
+    assert turned == {"embedding", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj",
+                      "router", "gate_up_proj", "gate_proj", "up_proj", "down_proj"}
     same = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
     assert {n.rsplit(".", 1)[-1] for n in same} == {
         "weight", "bias", "gate_up_bias", "down_bias"}
     assert all("norm" in n or "alpha" in n for n in same if n.endswith("weight"))
+
+
+# --- the same through the flat config of a decoder
+
+@pytest.mark.parametrize("name", [*RESIDUALS, *ALIASES, "parallel"])
+def test_every_placement_is_a_value_of_the_config(name):
+    norm = dict(norm="l2") if name == "ngpt" else {}
+    config = ModelConfig(vocab_size=11, hidden_size=D, num_attention_heads=2,
+                         num_hidden_layers=3, norm_placement=name, **norm)
+    assert config.norm_placement == placement(name)
+    losses, moved = trained(model := Decoder(config))
+    assert losses[-1] < losses[0] / 2
+    assert moved == {n for n, _ in model.named_parameters()}
+    if name == "parallel": return
+    for part in ("attention", "mlp"):
+        one = ModelConfig(num_hidden_layers=1, **norm,
+                          **{f"{part}_norm_placement": name})
+        rule = getattr(Decoder(one).layers[0], part)
+        assert type(rule) is type(getattr(model.layers[0], part))
+
+
+def test_deepnorm_of_a_config_knows_its_depth():
+    model = Decoder(ModelConfig(num_hidden_layers=5, norm_placement="deepnorm"))
+    for layer in model.layers:
+        assert layer.attention.alpha == layer.mlp.alpha == 10 ** 0.25
+
+
+@pytest.mark.parametrize("rule", [Streams, ByDepth])
+def test_a_rule_from_outside_is_a_value_of_the_config(entry, rule):
+    sizes = dict(vocab_size=11, hidden_size=D, num_attention_heads=2,
+                 num_hidden_layers=2)
+    with pytest.raises(ValueError, match="norm_placement='mine' is not one of"):
+        ModelConfig(**sizes, norm_placement="mine")
+    entry("mine", rule)
+    model = Decoder(ModelConfig(**sizes, norm_placement="mine"))
+    assert type(model.layers[1].mlp) is rule
+    losses, moved = trained(model)
+    assert losses[-1] < losses[0] / 2
+    assert moved == {n for n, _ in model.named_parameters()}
+    # Cached decoding goes the same way as a whole forward
+    ids, cache = torch.arange(8).view(1, 8), model.eval().make_cache()
+    steps = torch.cat([model(ids[:, i:i + 2], cache=cache) for i in range(0, 8, 2)], 1)
+    torch.testing.assert_close(steps, model(ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", [
+    dict(norm="layernorm", qk_norm="layernorm", embedding_norm="layernorm",
+         embedding_norm_gain=True, layer_scale_init=0.1, mlp_bias=True),
+    dict(sigma_reparam=True, attention_bias=True, layer_scalar=True),
+    dict(num_experts=4, activation="swiglu", router_bias=True,
+         router_correction_bias=True, router_norm=True, router_expert_scale=True,
+         mlp_bias=True),
+    dict(norm="l2", norm_placement="ngpt", qk_norm="l2", qk_scale=True, mlp_scale=True,
+         hidden_size_per_layer_input=4, activation="swiglu")])
+def test_every_room_puts_back_or_names_all_that_it_owns(how):
+    "Nothing of a run before is left: drawn by name, or reset by its module."
+    rooms = {"norms", "mlp", "embedding", "reparam", "residual"}
+    model, seen = Decoder(ModelConfig(num_hidden_layers=1, **how)), set()
+    for module in model.modules():
+        own = dict([*module.named_parameters(recurse=False),
+                    *module.named_buffers(recurse=False)])
+        room = type(module).__module__.removeprefix("stabbook.")
+        if room not in rooms or not own: continue
+        seen.add(type(module).__name__)
+        drawn = {n: own[n].detach().clone() for n in getattr(module, "drawn", ())}
+        before = {n: t.detach().clone() for n, t in own.items() if n not in drawn}
+        with torch.no_grad():
+            for n in before: own[n].fill_(7)
+        module.reset_parameters()
+        for n, t in before.items():
+            torch.testing.assert_close(own[n].detach(), t, rtol=1e-5, atol=1e-5)
+        for n, t in drawn.items(): assert torch.equal(own[n], t)
+    assert len(seen) >= 2
