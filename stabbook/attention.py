@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SCOPES', 'GAINS', 'OUTPUTS', 'attention_shares', 'attention_probabilities', 'KVCache', 'gain_shape', 'QKNorm',
-           'head_sizes', 'AttentionSettings', 'check_attention', 'make_qkv_norms', 'make_qk_scale', 'place', 'Heads',
-           'fused', 'fused_with_sinks', 'logits', 'written_out', 'query_temperature', 'Score', 'SharedKV',
-           'keys_of_another', 'make_rules', 'make_output', 'Attention', 'LatentHeads', 'latent_sizes',
-           'LatentAttention', 'QKNormAttention']
+           'head_sizes', 'AttentionSettings', 'check_attention', 'make_qkv_norms', 'check_qk_scale', 'make_qk_scale',
+           'place', 'Heads', 'fused', 'fused_with_sinks', 'logits', 'written_out', 'query_temperature', 'Score',
+           'SharedKV', 'keys_of_another', 'make_rules', 'make_output', 'Attention', 'LatentHeads', 'check_latent',
+           'latent_sizes', 'LatentAttention', 'QKNormAttention']
 
 # %% ../nbs/05_attention.ipynb #f09dadb2
 import math
@@ -220,12 +220,16 @@ def make_qkv_norms(
     v = make(how.v_norm, K, how.v_norm_gain)
     return (q, None, None) if how.kv_shared else (q, k, v)
 
+def check_qk_scale(qk_scale: bool, heads: int, key_value_heads: int):
+    "Refuse a gain that queries and keys can't share."
+    if qk_scale and key_value_heads != heads: raise ValueError(
+        f"qk_scale=True needs num_key_value_heads={key_value_heads} to be "
+        f"num_attention_heads={heads}: queries and keys share it")
+
 def make_qk_scale(how: "AttentionSettings", D: int, H: int, K: int, C: int):
     "One learned gain (H, C) for queries and keys (nGPT); None where there is none."
+    check_qk_scale(how.qk_scale, H, K)
     if not how.qk_scale: return None
-    if K != H: raise ValueError(
-        f"qk_scale=True needs num_key_value_heads={K} to be num_attention_heads={H}: "
-        "queries and keys share it")
     return LearnedScale(H, C, stored=D**-0.5)
 
 def place(
@@ -525,6 +529,13 @@ class LatentHeads(Heads):
         return torch.cat((k, rotary_key.expand(*k.shape[:3], -1)), -1), v
 
 # %% ../nbs/05_attention.ipynb #2a2560b2
+def check_latent(settings: dict):
+    "Refuse what has no place beside a latent; `settings` as AttentionSettings has."
+    for name in ("qk_norm", "qk_scale", "v_norm", "attention_k_eq_v", "kv_shared"):
+        if settings.get(name): raise ValueError(
+            f"{name}={settings[name]!r} must be left out beside kv_lora_rank: here the "
+            "norms stand on the latents, and every layer has keys of its own")
+
 def latent_sizes(
     q_lora_rank: int | None,
     eps: float,
@@ -551,10 +562,7 @@ class LatentAttention(LatentHeads, Attention):
         latent_norm_eps: float = 1e-6,  # DeepSeek V3 takes 1e-6, whatever norm_eps is
         **kwargs,  # As Attention takes them; norms of q, k and v are refused
     ):
-        for name in ("qk_norm", "qk_scale", "v_norm", "attention_k_eq_v", "kv_shared"):
-            if kwargs.get(name): raise ValueError(
-                f"{name}={kwargs[name]!r} must be left out beside kv_lora_rank: here "
-                "the norms stand on the latents, and every layer has keys of its own")
+        check_latent(kwargs)
         self.latent = latent_sizes(
             q_lora_rank, latent_norm_eps, kv_lora_rank=kv_lora_rank,
             qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim,

@@ -12,7 +12,7 @@ from .norms import choice
 # %% ../nbs/11_methods.ipynb #0c6af8c2
 METHODS = {
     "baseline": {},
-    "soft_temp": dict(attn_logit_temperature=0.5),
+    "soft_temp": dict(attn_logit_multiplier=0.5),
     "soft_clip": dict(attn_prob_clip=(1.03, -0.03)),
     "layer_scale": dict(layer_scale_init=0.1),
     "sigma_reparam": dict(sigma_reparam=True),
@@ -60,7 +60,7 @@ SCHEMES = {
     "kimi_k2": dict(_rms6, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=22,
                     qk_rope_head_dim=10, v_head_dim=32, qk_clip_threshold=100.0),
     "nanochat": dict(_bare, norm="rmsnorm", norm_eps=2.0 ** -23, norm_gain=False,
-                     embedding_norm="rmsnorm", attn_logit_temperature=1.44,
+                     embedding_norm="rmsnorm", attn_logit_multiplier=1.44,
                      final_logit_softcapping=15.0),
     "ngpt": dict(norm="l2", norm_eps=1e-12, norm_placement="ngpt", final_norm=False,
                  qk_norm="l2", qk_norm_gain="none", qk_norm_before_rope=False,

@@ -447,7 +447,7 @@ def causal(z): return z.masked_fill(torch.ones_like(z).triu(1).bool(), -math.inf
 @torch.no_grad()
 def test_nanochat_as_defined_today():
     "Weightless norms, embedding norm, RoPE the other way, norm then 1.2, relu², cap 15."
-    model = build("nanochat", norm_eps=2.0 ** -23, attn_logit_temperature=1.44).double()
+    model = build("nanochat", norm_eps=2.0 ** -23, attn_logit_multiplier=1.44).double()
     for p in model.parameters(): p.normal_(generator=torch.Generator().manual_seed(0))
     w, ids = model.state_dict(), IDS[:, :9]
     x = rms(w["embedding.weight"][ids])

@@ -320,7 +320,7 @@ WHOLE = dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_at
                        "num_kv_shared_layers", "hidden_size_per_layer_input"),
                       (0, -1, True, 1.5, NAN, "4", [4]))
 ABOVE = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "rope_theta",
-                       "attn_logit_temperature", "query_pre_attn_scalar", "embed_scale",
+                       "attn_logit_multiplier", "query_pre_attn_scalar", "embed_scale",
                        "layer_scale_init", "initializer_range", "partial_rotary_factor",
                        "attn_temperature_scale", "logit_scale", "swiglu_alpha", "swiglu_limit",
                        "routed_scaling_factor"),
@@ -341,7 +341,7 @@ BAD += [(f, v) for f in ("norm_eps", "latent_norm_eps") for v in (-1e-6, NAN, IN
 BAD += [("rope_scaling", v) for v in ({}, 3, "yarn", dict(factor=2.0), dict(rope_type="linear"))]
 BAD += [("layer_pattern", v) for v in ((), {}, 3, ({}, 3), "local", (("sliding_window", 3),))]
 BAD += [("attn_prob_clip", v) for v in ((0.9, -0.03), (1.03, 0.1), (1.03,), 1.03, (NAN, 0), ("a", 0), True)]
-BAD += [(f, None) for f in ("vocab_size", "norm", "norm_placement", "attn_logit_temperature", "activation")]
+BAD += [(f, None) for f in ("vocab_size", "norm", "norm_placement", "attn_logit_multiplier", "activation")]
 
 
 @pytest.mark.parametrize("field,value", BAD)

@@ -36,7 +36,7 @@ FITS = {name: some(list(values)) for name, values in CHOICES.items()} | {
     "num_key_value_heads": maybe(some([1, 2, 4])), "head_dim": maybe(some([2, 4, 6, 3, 1])),
     "intermediate_size": maybe(size), "norm_eps": some([1e-5, 1e-6, 1e-3, 1e-12]),
     "attn_logit_softcapping": maybe(scale), "final_logit_softcapping": maybe(scale),
-    "attn_logit_temperature": scale, "query_pre_attn_scalar": maybe(scale),
+    "attn_logit_multiplier": scale, "query_pre_attn_scalar": maybe(scale),
     "attn_prob_clip": maybe(st.tuples(st.floats(1, 1.2), st.floats(-0.2, 0))),
     "sliding_window": maybe(st.integers(1, 9)), "rope_theta": maybe(st.floats(1, 1e6)),
     "partial_rotary_factor": some([1.0, 0.5, 0.25, 0.3]), "embed_scale": maybe(scale),

@@ -367,7 +367,7 @@ def _deepseek_v3(c, listed=False):
         beta = (0.1 * m * math.log(scaling["factor"]) + 1) ** 2
     return dict(shared_fields(c), **{k: c[k] for k in sizes}, head_dim=None,
                 num_key_value_heads=None, rope_interleaved=c["rope_interleave"],
-                attn_logit_temperature=beta, **_deepseek_moe(c, listed))
+                attn_logit_multiplier=beta, **_deepseek_moe(c, listed))
 
 def _glm47_flash(c): return _deepseek_v3(c, listed=True)
 
