@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from typing import get_args
 
 from .attention import (OUTPUTS, AttentionSettings, check_latent,
-                                check_qk_scale, head_sizes, latent_sizes)
+                                check_qk_scale, gain_shape, head_sizes, latent_sizes)
 from .core import one_of
 from .mlp import ACTIVATIONS, CLAMPED, GATED, ROUTERS, check_router
 from .norms import NORMS
@@ -129,8 +129,12 @@ class Latent:
         "Heads divide, norms and latents go together."
         AttentionSettings(**self.attention)
         if self.kv_lora_rank is None:
-            heads, keys, _ = head_sizes(self.hidden_size, self.num_attention_heads,
-                                        self.num_key_value_heads, self.head_dim)
+            heads, keys, width = head_sizes(
+                self.hidden_size, self.num_attention_heads, self.num_key_value_heads,
+                self.head_dim)
+            for norm, gain in ((self.qk_norm, self.qk_norm_gain),
+                               (self.v_norm, self.v_norm_gain)):
+                if norm: gain_shape(self.qk_norm_scope, gain, heads, width)
             return check_qk_scale(self.qk_scale, heads, keys)
         check_latent(self.attention)
         sizes = self.latent
@@ -300,8 +304,8 @@ _NOW = {old: new for new, old in STORED_NAMES.items()}
 
 # %% ../nbs/model/config.ipynb #05f1954b
 @dataclass(frozen=True)
-class ModelConfig(Ends, Routing, FeedForward, Position, Latent, QueriesKeysValues, Norms,
-                  Shape):
+class ModelConfig(Ends, Routing, FeedForward, Position, Latent, QueriesKeysValues,
+                  Norms, Shape):
     "All that decides what a decoder computes; bad values are refused when it is built."
     def __new__(cls, *_, **given):
         for name in given: one_of("field", name, cls.__dataclass_fields__)

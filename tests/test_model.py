@@ -338,6 +338,7 @@ NAMES = dict.fromkeys(("activation", "norm", "norm_placement", "attention_norm_p
                        "router_precision"), ("nonsense", 3, True, ""))
 BAD = [(f, v) for table in (WHOLE, ABOVE, FLAGS, NAMES) for f, vs in table.items() for v in vs]
 BAD += [(f, v) for f in ("norm_eps", "latent_norm_eps") for v in (-1e-6, NAN, INF, True, "1e-5", None)]
+BAD += [("attention_output", v) for v in ("gte", 1)]
 BAD += [("rope_scaling", v) for v in ({}, 3, "yarn", dict(factor=2.0), dict(rope_type="linear"))]
 BAD += [("layer_pattern", v) for v in ((), {}, 3, ({}, 3), "local", (("sliding_window", 3),))]
 BAD += [("attn_prob_clip", v) for v in ((0.9, -0.03), (1.03, 0.1), (1.03,), 1.03, (NAN, 0), ("a", 0), True)]
