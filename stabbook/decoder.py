@@ -230,9 +230,8 @@ class Decoder(Stack):
         masks = make_masks(self.attentions, ids, start, attention_mask, positions)
         x, own, positions = embed(self, ids, positions, start)
         turns = rotations or self.make_rotations(positions, x.dtype)
-        # Layers that share keys and values hand them on, if only for this once
-        shared = cache is None and self.config.num_kv_shared_layers
-        if shared: cache = self.make_cache(SharedKV)
+        if cache is None and self.config.num_kv_shared_layers:  # Handed on, this once
+            cache = self.make_cache(SharedKV)
         stats = [] if return_stats else None
         x = self.layers[0].open(x)  # Some residual rules carry more than one stream
         for i, (layer, r) in enumerate(zip(self.layers, self.rope_of)):
