@@ -487,8 +487,8 @@ def lr50(
     lows, highs = np.minimum(draws, x[-1]), np.maximum(draws, x[0])
     low, high = _quantiles(lows, highs, confidence)
     kind = {np.inf: "above_grid", -np.inf: "below_grid"}.get(half, "fitted")
-    ends = (_power(v, grid) for v in (half, low, high))
-    return LR50(*ends, kind, float(slope), grid, draws)
+    half, low, high = (_power(v, grid) for v in (half, low, high))
+    return LR50(half, low, high, kind, float(slope), grid, draws)
 
 def _power(x, grid):
     "10**x within the grid, or 0 or infinity."

@@ -114,8 +114,8 @@ def _one(runs, criterion, seeds, picks, lines, place, margin, confidence, prior)
     if criterion == "failed" and _medians(losses[:, :1]).min() > lines[0]:
         return LR50(math.nan, math.nan, math.nan, "does_not_learn", grid=grid,
                     draws=draws_)
-    ends = (_power(v, grid) for v in (half, low, high))
-    return LR50(*ends, kind, float(slopes[0]), grid, draws_)
+    half, low, high = (_power(v, grid) for v in (half, low, high))
+    return LR50(half, low, high, kind, float(slopes[0]), grid, draws_)
 
 # %% ../../nbs/metrics/seeds.ipynb #cd6a642a
 def power(
