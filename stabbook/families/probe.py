@@ -77,7 +77,8 @@ def scaled(
     rows=slice(None),
 ):
     "The first layer's weights of these names, multiplied for a while."
-    found = [w for n, w in p.first.named_parameters() if any(part in n for part in parts)]
+    found = [w for n, w in p.first.named_parameters()
+             if any(part in n for part in parts)]
     kept = [w.detach().clone() for w in found]
     with torch.no_grad():
         for w in found: w[rows] *= factor
