@@ -1174,7 +1174,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "deep/config.json").write_text('{"a":' * 100_000)
     with pytest.raises(ValueError, match="config.json is damaged"): from_pretrained(tmp_path / "deep")
     def refuse(*how, **more): raise PermissionError(13, "Permission denied")
-    monkeypatch.setattr(families, "open", refuse, raising=False)
+    monkeypatch.setattr(families.checkpoint, "open", refuse, raising=False)
     with pytest.raises(ValueError, match="can't be read: Permission denied"):
         from_pretrained(folder("llama3"))
 
