@@ -1,4 +1,4 @@
-"""Norms against PyTorch and Transformers, in every dtype, compiled, and at the edges."""
+"""Norms against PyTorch and Transformers, in every dtype, compiled, and at the edges."""  # noqa: E501
 import shutil
 
 import pytest
@@ -40,7 +40,10 @@ def copied(ours, theirs):
 
 @dtypes
 def test_rmsnorm_equals_torch(dtype):
-    m, x = randomised(RMSNorm(D, 1e-6, cast_before_gain=False)).to(dtype), torch.randn(7, D)
+    m, x = (
+        randomised(RMSNorm(D, 1e-6, cast_before_gain=False)).to(dtype),
+        torch.randn(7, D),
+    )
     want = F.rms_norm(x.to(dtype).double(), (D,), m.weight.double(), 1e-6)
     error = (m(x.to(dtype)).double() - want).abs().max() / want.abs().max()
     assert error < {torch.float32: 1e-6, torch.float64: 1e-14}.get(
@@ -91,11 +94,20 @@ def test_equals_transformers(family, dtype):
     from importlib import import_module
     name, options = FAMILIES[family]
     module = import_module(f"transformers.models.{family}.modeling_{family}")
-    ours, theirs = copied(RMSNorm(D, 1e-6, **options), getattr(module, name)(D, eps=1e-6))
-    ours, theirs, x = ours.to(dtype), theirs.to(dtype), (3 * torch.randn(64, D)).to(dtype)
+    ours, theirs = copied(
+        RMSNorm(D, 1e-6, **options), getattr(module, name)(D, eps=1e-6)
+    )
+    ours, theirs, x = (
+        ours.to(dtype),
+        theirs.to(dtype),
+        (3 * torch.randn(64, D)).to(dtype),
+    )
     if dtype == torch.bfloat16:
         assert torch.equal(ours(x), theirs(x))
-        other = {**options, "cast_before_gain": not options.get("cast_before_gain", True)}
+        other = {
+            **options,
+            "cast_before_gain": not options.get("cast_before_gain", True),
+        }
         swapped = RMSNorm(D, 1e-6, **other).to(dtype)
         swapped.load_state_dict(ours.state_dict())
         assert not torch.equal(swapped(x), theirs(x))        # the order does matter
@@ -294,8 +306,9 @@ def test_choice_returns_what_is_allowed_and_makes_no_wild_guess():
 
 
 def test_layernorm_without_gain_has_no_bias():
-    assert LayerNorm(4, gain=False).bias is None and list(LayerNorm(4).state_dict()) == [
-        "weight", "bias"]
+    assert LayerNorm(4, gain=False).bias is None and list(
+        LayerNorm(4).state_dict()
+    ) == ["weight", "bias"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -312,7 +325,10 @@ def test_layernorm_rounds_once_as_every_peer_does(dtype):
 
 def test_layernorm_equals_cohere_in_half_precision():
     cohere = pytest.importorskip("transformers.models.cohere.modeling_cohere")
-    m, x = randomised(LayerNorm(D, bias=False)).bfloat16(), torch.randn(64, D).bfloat16()
+    m, x = (
+        randomised(LayerNorm(D, bias=False)).bfloat16(),
+        torch.randn(64, D).bfloat16(),
+    )
     theirs = cohere.CohereLayerNorm(D, eps=1e-5).bfloat16()
     theirs.load_state_dict(m.state_dict())
     assert (m(x) == theirs(x)).double().mean() > 0.999
@@ -335,8 +351,11 @@ class DyT(nn.Module):
 
 
 def test_a_norm_added_at_run_time_is_valid_everywhere(monkeypatch):
-    for build in (lambda: make_norm("dyt", D, 1e-6), lambda: Attention(D, 2, qk_norm="dyt"),
-                  lambda: Embedding(7, D, embedding_norm="dyt")):
+    for build in (
+        lambda: make_norm("dyt", D, 1e-6),
+        lambda: Attention(D, 2, qk_norm="dyt"),
+        lambda: Embedding(7, D, embedding_norm="dyt"),
+    ):
         with pytest.raises(ValueError, match="norm='dyt' is not one of"): build()
     monkeypatch.setitem(NORMS, "dyt", DyT)
     x = torch.randn(2, 5, D)
@@ -344,12 +363,16 @@ def test_a_norm_added_at_run_time_is_valid_everywhere(monkeypatch):
     attention = Attention(D, 2, qk_norm="dyt", v_norm="dyt")
     assert sum(isinstance(m, DyT) for m in attention.modules()) == 3
     attention(x).sum().backward()
-    assert all(m.alpha.grad.abs() > 0 for m in attention.modules() if isinstance(m, DyT))
+    assert all(
+        m.alpha.grad.abs() > 0 for m in attention.modules() if isinstance(m, DyT)
+    )
     e = Embedding(7, D, embedding_norm="dyt")
     ids = torch.arange(7)[None]
     assert torch.equal(e(ids), torch.tanh(0.5 * e.weight[ids]))
     model = Decoder(ModelConfig(norm="dyt", qk_norm="dyt", num_hidden_layers=2))
-    assert sum(isinstance(m, DyT) for m in model.modules()) == 9  # 4 a layer, and the last
+    assert (
+        sum(isinstance(m, DyT) for m in model.modules()) == 9
+    )  # 4 a layer, and the last
     assert model(ids).isfinite().all()
 
 
@@ -361,5 +384,8 @@ def test_a_learned_scale_stands_for_its_start_and_goes_back_to_it():
     torch.testing.assert_close(scale(), torch.full((3,), 0.1))
     scale.reset_parameters()
     torch.testing.assert_close(scale(), torch.full((3,), 0.05))
-    for how, words in ((dict(stored=0), "stored=0 must be"), (dict(init=None), "init=None")):
+    for how, words in (
+        (dict(stored=0), "stored=0 must be"),
+        (dict(init=None), "init=None"),
+    ):
         with pytest.raises(ValueError, match=words): LearnedScale(3, **how)

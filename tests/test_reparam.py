@@ -50,7 +50,11 @@ def test_gradient_equals_the_one_through_an_exact_decomposition():
     m, x = layer(), torch.randn(7, 16, dtype=torch.float64)
     m.eval()
     loss = m(x).pow(3).sum()
-    exact = (m.gamma * F.linear(x, m.weight / torch.linalg.svdvals(m.weight)[0])).pow(3).sum()
+    exact = (
+        (m.gamma * F.linear(x, m.weight / torch.linalg.svdvals(m.weight)[0]))
+        .pow(3)
+        .sum()
+    )
     for p in (m.weight, m.gamma):
         got, = torch.autograd.grad(loss, p, retain_graph=True)
         want, = torch.autograd.grad(exact, p, retain_graph=True)
@@ -169,12 +173,17 @@ def largest(attention, x):
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_clip_puts_each_hot_group_on_the_threshold(bias, alpha):
     torch.manual_seed(0)
-    a, x = Attention(16, 6, 3, head_dim=4, attention_bias=bias).double(), torch.randn(2, 9, 16).double()
+    a, x = (
+        Attention(16, 6, 3, head_dim=4, attention_bias=bias).double(),
+        torch.randn(2, 9, 16).double(),
+    )
     with torch.no_grad():
         a.q_proj.weight.mul_(10)
         if bias: a.q_proj.bias.normal_(std=3); a.k_proj.bias.normal_(std=3)
     before, values = largest(a, x), a.v_proj.weight.clone()
-    tau = before.view(3, 2).amax(1).sort().values[1].item() * 0.9  # two of three groups are hot
+    tau = (
+        before.view(3, 2).amax(1).sort().values[1].item() * 0.9
+    )  # two of three groups are hot
     eta = qk_clip_(a, before, tau, alpha)
     after = largest(a, x)
     assert (eta < 1).sum() == 2
@@ -182,7 +191,8 @@ def test_clip_puts_each_hot_group_on_the_threshold(bias, alpha):
         hot = before.view(3, 2)[group].max() > tau
         want = before.view(3, 2)[group] * (eta[group] if hot else 1)
         torch.testing.assert_close(after.view(3, 2)[group], want, rtol=1e-5, atol=1e-6)
-        if hot: assert after.view(3, 2)[group].max().item() == pytest.approx(tau, rel=1e-5)
+        if hot:
+            assert after.view(3, 2)[group].max().item() == pytest.approx(tau, rel=1e-5)
     assert torch.equal(a.v_proj.weight, values)
 
 
@@ -201,16 +211,26 @@ def test_qk_clip_of_latents(rank, alpha):
     torch.manual_seed(0)
     a = LatentAttention(16, 4, kv_lora_rank=8, q_lora_rank=rank, qk_nope_head_dim=6,
                         qk_rope_head_dim=4, v_head_dim=5).double()
-    x, rope, stats = torch.randn(2, 20, 16).double(), RotaryEmbedding(4)(torch.arange(20), torch.float64), []
+    x, rope, stats = (
+        torch.randn(2, 20, 16).double(),
+        RotaryEmbedding(4)(torch.arange(20), torch.float64),
+        [],
+    )
     proj = a.q_proj if rank is None else a.q_b_proj
     with torch.no_grad(): proj.weight[10:20] *= 300
     a(x, rope, stats=stats)
     shared, values = a.kv_a_proj.weight.clone(), a.expand(*a.project(x, rope)[1:])[1]
     tau = stats[0][0, 1].item() / 7
     eta = qk_clip_(a, stats[0][0].double(), tau, alpha)
-    assert eta[1] == pytest.approx(1 / 7, rel=1e-6) and eta[[0, 2, 3]].tolist() == [1, 1, 1]
+    assert eta[1] == pytest.approx(1 / 7, rel=1e-6) and eta[[0, 2, 3]].tolist() == [
+        1,
+        1,
+        1,
+    ]
     a(x, rope, stats=stats)
-    torch.testing.assert_close(stats[1][0], torch.where(eta < 1, tau, stats[0][0]).float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        stats[1][0], torch.where(eta < 1, tau, stats[0][0]).float(), rtol=1e-5, atol=0
+    )
     assert torch.equal(a.kv_a_proj.weight, shared)
     assert torch.equal(a.expand(*a.project(x, rope)[1:])[1], values)
 
@@ -223,7 +243,7 @@ def test_qk_clip_refuses_values_that_are_the_keys():
     assert torch.equal(attention.k_proj.weight, before)
 
 
-# ------------------------------------------------------------------ wrapped and repeated
+# ----------------------------------------------------------------- wrapped and repeated
 
 class LoRA(nn.Module):
     "A plain layer and a product beside it, as adapters are hung in."
@@ -270,7 +290,9 @@ def test_clip_leaves_the_weights_alone_where_a_logit_is_not_finite(logit):
 def test_sigma_on_meta_costs_nothing():
     with torch.device("meta"):
         y = SigmaReparamLinear(16, 12, bias=True)(torch.zeros(3, 16))
-        logits = Decoder(ModelConfig(sigma_reparam=True))(torch.zeros(2, 8, dtype=torch.long))
+        logits = Decoder(ModelConfig(sigma_reparam=True))(
+            torch.zeros(2, 8, dtype=torch.long)
+        )
     assert y.is_meta and y.shape == (3, 12) and logits.shape == (2, 8, 256)
 
 
@@ -282,7 +304,8 @@ def test_checkpointing_takes_one_power_step_and_gives_the_same_gradient(reentran
             m, x, use_reentrant=reentrant)):
         m = layer().train()
         torch.manual_seed(1)
-        with torch.no_grad(): m.weight.add_(torch.randn_like(m.weight))  # Far from u and v
+        with torch.no_grad():
+            m.weight.add_(torch.randn_like(m.weight))  # Far from u and v
         run(m).square().sum().backward()
         grads.append((m.weight.grad, m.gamma.grad)), vectors.append(m.u.clone())
     assert torch.equal(*vectors)
@@ -303,7 +326,9 @@ def test_fsdp_shards_sigma_reparam(tmp_path):
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     m, x = layer(dtype=torch.float32), torch.randn(5, 16)
     want = m.eval()(x)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1
+    )
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         torch.testing.assert_close(fsdp.fully_shard(m, mesh=mesh)(x), want)

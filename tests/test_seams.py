@@ -1,4 +1,4 @@
-"""Seams: a part of one's own is an entry or an object, and no file of the package changes."""
+"""Seams: a part of one's own is an entry or an object, and no file of the package changes."""  # noqa: E501
 import pytest
 import torch
 from torch import nn
@@ -35,10 +35,16 @@ class Gate(nn.Module):
 # A new norm: ten lines
 class DyT(nn.Module):
     "A norm without statistics: g·tanh(αx)"
-    def __init__(self, dim, eps, *, gain=True, zero_centered_gain=False, cast_before_gain=True):
+
+    def __init__(
+        self, dim, eps, *, gain=True, zero_centered_gain=False, cast_before_gain=True
+    ):
         super().__init__()
         shape = (dim,) if isinstance(gain, bool) else gain
-        self.alpha, self.weight = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(shape))
+        self.alpha, self.weight = (
+            nn.Parameter(torch.ones(1)),
+            nn.Parameter(torch.ones(shape)),
+        )
 
     def reset_parameters(self): self.alpha.data.fill_(0.5), self.weight.data.fill_(1.0)
 
@@ -54,7 +60,9 @@ def learns(model, forward, target, steps=30):
         loss.backward()
         optimiser.step()
         losses.append(loss.item())
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    assert all(
+        p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters()
+    )
     return losses[-1] < 0.7 * losses[0]
 
 
@@ -69,7 +77,7 @@ def test_an_output_stage_is_an_entry(entry, latent):
     plain = kind(32, 4, **how)
     plain.load_state_dict(gated.state_dict(), strict=False)
     with torch.no_grad(): gated.output.proj.weight.zero_()
-    torch.testing.assert_close(2 * gated(x), plain(x))                # Half open everywhere
+    torch.testing.assert_close(2 * gated(x), plain(x))  # Half open everywhere
     assert learns(gated, lambda: gated(x), target)
 
 
@@ -92,7 +100,9 @@ def test_an_output_stage_is_an_object_in_a_decoder():
         losses.append(loss.item())
     gates = [a.output.proj.weight for a in model.attentions]
     assert losses[-1] < losses[0] - 1 and all(g.grad.abs().max() > 0 for g in gates)
-    assert "layers.0.attention.branch.output.proj.weight" in dict(model.named_parameters())
+    assert "layers.0.attention.branch.output.proj.weight" in dict(
+        model.named_parameters()
+    )
 
 
 def test_a_norm_is_an_entry(entry):

@@ -84,7 +84,9 @@ BAD = [0, 0.0, -1, -50.0, math.nan, math.inf, -math.inf, True, False, "50", [50]
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
 def test_bad_caps_are_refused_by_name(bad):
-    with pytest.raises(ValueError, match="cap=.* must be a finite number above 0, or None"):
+    with pytest.raises(
+        ValueError, match="cap=.* must be a finite number above 0, or None"
+    ):
         softcap(torch.zeros(2), bad)
 
 
@@ -104,7 +106,9 @@ def test_soft_temp(dtype):
     assert torch.equal(soft_temp(z, 1), z)
 
 
-@pytest.mark.parametrize("bad", [0, -0.5, math.nan, math.inf, True, "0.5", None], ids=str)
+@pytest.mark.parametrize(
+    "bad", [0, -0.5, math.nan, math.inf, True, "0.5", None], ids=str
+)
 def test_soft_temp_refuses(bad):
     with pytest.raises(ValueError, match="beta=.*must be a finite number above 0"):
         soft_temp(torch.zeros(2), bad)
@@ -127,10 +131,16 @@ def test_soft_clip_formula_and_identity():
     assert torch.equal(soft_clip(p, 1.0, 0.0), p)
 
 
-@pytest.mark.parametrize("zeta, gamma, rule", [
-    (0.9, -0.03, "zeta=0.9 must be a finite number from 1 up"),
-    (1.03, 0.03, "gamma=0.03 must be a finite number to 0"),
-    (math.nan, -0.03, "zeta=nan"), (1.03, math.nan, "gamma=nan"), (math.inf, -0.03, "zeta=inf")])
+@pytest.mark.parametrize(
+    "zeta, gamma, rule",
+    [
+        (0.9, -0.03, "zeta=0.9 must be a finite number from 1 up"),
+        (1.03, 0.03, "gamma=0.03 must be a finite number to 0"),
+        (math.nan, -0.03, "zeta=nan"),
+        (1.03, math.nan, "gamma=nan"),
+        (math.inf, -0.03, "zeta=inf"),
+    ],
+)
 def test_soft_clip_refuses(zeta, gamma, rule):
     with pytest.raises(ValueError, match=rule):
         soft_clip(torch.zeros(2), zeta, gamma)
@@ -175,14 +185,20 @@ def test_z_loss_counts_only_what_is_kept():
 def test_z_loss_is_at_least_fp32(dtype):
     z = torch.full((3, 256), 11.0).to(dtype)        # squares and sums pass fp16's range
     want = (11 + math.log(256)) ** 2
-    assert z_loss(z).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert z_loss(z).dtype == (
+        torch.float64 if dtype == torch.float64 else torch.float32
+    )
     assert z_loss(z).item() == pytest.approx(want, rel=1e-6)
 
 
 # --- compile
 
 def test_z_loss_of_a_position_left_out_is_finite_whatever_its_logits():
-    z = torch.randn(4, 9).index_fill(0, torch.tensor([1]), -float("inf")).requires_grad_()
+    z = (
+        torch.randn(4, 9)
+        .index_fill(0, torch.tensor([1]), -float("inf"))
+        .requires_grad_()
+    )
     kept = torch.tensor([True, False, True, True])
     z_loss(z, kept).backward()
     assert z.grad.isfinite().all() and z.grad[1].eq(0).all()
