@@ -108,7 +108,7 @@ for name in {others}:
     importlib.import_module("stabbook." + name)
 print(json.dumps({{"seconds": seconds, "file": stabbook.__file__,
     "blocks": sorted(new - set(sys.stdlib_module_names) - {{"torch", "stabbook"}}),
-    "optional": sorted({OPTIONAL} & set(sys.modules)), 
+    "optional": sorted({OPTIONAL} & set(sys.modules)),
     "version": stabbook.__version__}}))
 """,
             installed,
