@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['norm_of', 'make_attention', 'make_mlp', 'make_embedding', 'make_gate', 'make_layer', 'make_rope', 'make_ropes',
-           'own_tensors', 'reset_module', 'Stack', 'Decoder', 'check_ids', 'make_masks', 'embed', 'head',
+           'own_tensors', 'reset_module', 'Stack', 'Decoder', 'check_ids', 'same_masks', 'make_masks', 'embed', 'head',
            'normalise_weights_', 'lm_loss']
 
 # %% ../nbs/model/decoder.ipynb #c0919375
@@ -180,6 +180,7 @@ class Stack(nn.Module):
         self.norm = norm_of(c) if c.final_norm else None
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         self.ropes, self.rope_of = make_ropes(c, self.attentions)
+        self.mask_of = same_masks(self.attentions)
         self.logit_gain = LearnedScale(
             c.vocab_size, stored=c.hidden_size**-0.5) if c.logit_gain else None
         self.reset_parameters(seed)
@@ -227,7 +228,7 @@ class Decoder(Stack):
         "Logits of the next token at every position."
         ids = check_ids(ids)
         start = 0 if cache is None else cache[0].length
-        masks = make_masks(self.attentions, ids, start, attention_mask, positions)
+        masks = make_masks(self, ids, start, attention_mask, positions)
         x, own, positions = embed(self, ids, positions, start)
         turns = rotations or self.make_rotations(positions, x.dtype)
         if cache is None and self.config.num_kv_shared_layers:  # Handed on, this once
@@ -253,13 +254,18 @@ def check_ids(ids: Tensor) -> Tensor:  # (B, T), of a dtype that an embedding ta
                          "give token ids, not embeddings or a mask")
     return ids.long()
 
-def make_masks(attentions, ids, start, mask, positions) -> list:
+def same_masks(attentions: list[Attention]) -> list[int]:
+    "For each layer the first one that hides the same keys, whose mask it can use."
+    kinds = [a.mask_kind for a in attentions]
+    return [kinds.index(kind) for kind in kinds]
+
+def make_masks(model: Stack, ids, start, mask, positions) -> list:
     "The mask of each layer; those of one kind share it."
-    T, made = ids.shape[1], {}
-    for a in attentions:
-        if a.mask_kind not in made:
-            made[a.mask_kind] = a.make_mask(T, start + T, mask, ids.device, positions)
-    return [made[a.mask_kind] for a in attentions]
+    T, made = ids.shape[1], []
+    for i, (a, first) in enumerate(zip(model.attentions, model.mask_of)):
+        made.append(made[first] if first < i else a.make_mask(
+            T, start + T, mask, ids.device, positions))
+    return made
 
 def embed(model: Stack, ids, positions, start) -> tuple:
     "The stream, each layer's own embedding, and the positions."

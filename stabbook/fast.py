@@ -80,6 +80,7 @@ class Workspace:
         slow_qk: bool = False,  # Whether W_q and W_k have a rate of their own
     ):
         self.device, self.compiled = torch.device(device), compiled
+        self.device_type = self.device.type  # A text: older compilers trace no device
         self.dtype, self.z_loss, self.rotations = dtype, z_loss_multiplier, None
         self.model = Decoder(model).to(self.device)
         self.kinds, groups = zip(*sort_parameters(self.model, slow_qk).items())
@@ -97,7 +98,7 @@ class Workspace:
 
     def _loss(self, ids: Tensor):
         "(B, T + 1) -> loss, cross-entropy, largest logit (L, H), mean entropy."
-        with torch.autocast(self.device.type, torch.bfloat16,
+        with torch.autocast(self.device_type, torch.bfloat16,
                             enabled=self.dtype == "bfloat16"):
             logits, stats = self.logits(ids[:, :-1], return_stats=True)
         loss, nll = lm_loss(logits, ids[:, 1:], self.z_loss)
