@@ -22,7 +22,8 @@ from stabbook.data import load_corpus
 from stabbook.families import SCHEMES
 from stabbook.methods import METHODS, apply_method
 from stabbook.sweep import change
-from stabbook.train import Run, Workspace, _step, can_compile
+from stabbook.fast import FastTrainer
+from stabbook.train import Run, Workspace, can_compile
 
 RUN = Run()
 MB = 2 ** 20
@@ -38,11 +39,11 @@ def prepare(name, compiled):
     "A step of the method, and the bytes that stay between steps."
     run = run_of(name)
     ws = Workspace(run.model, run.dtype, run.z_loss_multiplier, "cpu", compiled)
-    optimiser = ws.reset(run)
+    trainer = FastTrainer(run, ws)
     corpus, T = load_corpus(run.corpus), run.sequence_length
     start, = corpus.offsets(1, run.batch_size, T, run.seed)
     ids = corpus.window("train", start, T)
-    return (lambda: _step(run, ws, optimiser, ids, run.warmup_steps),
+    return (lambda: trainer.step(ids, run.warmup_steps).tolist(),
             sum(4 * f.nbytes for f in ws.flats))  # weights, gradients, two moments
 
 

@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import about, save, show, spread, take_turns
 from stabbook.model import ModelConfig, lm_loss
-from stabbook.train import Run, Workspace, _step
+from stabbook.fast import FastTrainer
+from stabbook.train import Run, Workspace
 
 SHAPES = {  # width: heads, inner width of the SwiGLU, T, B, threads, steps in a round
     64: (2, 168, 64, 8, 1, 4),
@@ -83,8 +84,8 @@ def ours(width, compiled, kind):
     "A step of `stabbook.train`, and the model."
     run = Run(model=config(width), sequence_length=SHAPES[width][2])
     ws = kind(run.model, run.dtype, 0.0, "cpu", compiled)
-    optimiser = ws.reset(run)
-    return lambda ids: _step(run, ws, optimiser, ids, run.warmup_steps), ws.model
+    trainer = FastTrainer(run, ws)
+    return lambda ids: trainer.step(ids, run.warmup_steps).tolist(), ws.model
 
 
 def peer(width, compiled, build):

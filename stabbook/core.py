@@ -11,8 +11,11 @@ from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from numbers import Integral, Real
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # The store and the metrics need no torch, and it takes seconds
+    import torch
+    from torch import Tensor
 
 # %% ../nbs/00_core.ipynb #31eb925d
 def unknown(
@@ -66,7 +69,7 @@ def number(
 ) -> float | None:  # The value as a float
     "A finite number within bounds, as a float; ValueError names field and rule."
     if value is None and none: return None
-    if isinstance(value, Tensor) and value.dim() == 0: value = value.item()
+    if hasattr(value, "detach") and value.dim() == 0: value = value.item()
     fits = isinstance(value, Real) and not isinstance(value, bool)
     if fits:  # comparisons alone: torch.compile traces no isfinite
         fits = ((-math.inf if above is None else above) < value
@@ -94,21 +97,23 @@ def whole(
 
 # %% ../nbs/00_core.ipynb #49001813
 def at_least_fp32(
-    x: Tensor,  # Any dtype; fp16 and bf16 become fp32
-) -> Tensor:  # Same values; fp32 and fp64 are returned as they are
+    x: "Tensor",  # Any dtype; fp16 and bf16 become fp32
+) -> "Tensor":  # Same values; fp32 and fp64 are returned as they are
     "Upcast half precision to fp32; leave fp32 and fp64 alone."
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype.is_floating_point and x.dtype.itemsize < 4 else x
 
 # %% ../nbs/00_core.ipynb #f151a49f
 def no_autocast(
-    device: torch.device,  # Of the tensors inside
+    device: "torch.device",  # Of the tensors inside
 ) -> AbstractContextManager:
     "A context without autocast, on every device: some do not know it."
+    import torch
     known = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 # %% ../nbs/00_core.ipynb #f40048cb
 def in_backward() -> bool:
     "Whether a backward pass is running: a forward inside one repeats an earlier one."
+    import torch
     if torch.compiler.is_compiling(): return False  # A compiled graph repeats nothing
     return torch._C._current_graph_task_id() != -1

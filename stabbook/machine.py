@@ -64,7 +64,7 @@ def git_commit() -> str:  # Such as "1a2b3c4d5e6f" or "1a2b3c4d5e6f-dirty"
     tree = Path(stabbook.__file__).resolve().parent.parent
     if not (tree / ".git").exists(): return ""
     env = {n: v for n, v in os.environ.items() if not n.startswith("GIT_")}
-    ask = ["git", "-C", tree, "describe", "--always", "--dirty", "--abbrev=12",
+    ask = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12",
            "--exclude=*"]
     try: out = subprocess.run(ask, capture_output=True, text=True, env=env)
     except OSError: return ""  # No git here

@@ -22,18 +22,18 @@ from .model import ModelConfig
 # %% ../nbs/train/run.ipynb #72877536
 SCHEDULES = ("constant", "cosine", "wsd")
 DTYPES = ("float32", "bfloat16")
-_WHOLE = {
+_WHOLE: dict[str, int] = {
     "sequence_length": 1, "batch_size": 1, "steps": 1, "eval_windows": 1,
     "warmup_steps": 0, "seed": 0,
 }  # Whole numbers, and the least that each may be
 _ABOVE_0, _SHARE = dict(above=0), dict(least=0, below=1)
-_NUMBERS = {
+_NUMBERS: dict[str, dict] = {
     "learning_rate": _ABOVE_0, "adam_eps": _ABOVE_0, "beta1": _SHARE, "beta2": _SHARE,
     "weight_decay": _SHARE, "max_grad_norm": dict(above=0, none=True),
     "qk_clip_threshold": dict(above=0, none=True), "z_loss_multiplier": dict(least=0),
     "min_learning_rate_ratio": dict(least=0, most=1),
     "decay_fraction": dict(least=0, most=1),
-    "qk_learning_rate_multiplier": dict(least=0),
+    "qk_learning_rate_multiplier": dict(least=0), "correction_bias_rate": dict(least=0),
 }  # Other numbers, and the bounds of each
 
 # %% ../nbs/train/run.ipynb #ddd5aa37
@@ -44,7 +44,7 @@ def check_size(
     "Refuse a whole number that does not fit into the 64 bits of the store."
     if isinstance(value, (list, tuple)):
         for v in value: check_size(name, v)
-    elif isinstance(value, Integral) and not -2**63 <= value < 2**63:
+    elif isinstance(value, Integral) and not -2**63 <= int(value) < 2**63:
         raise ValueError(f"{name}={value} must be from -2**63 to 2**63 - 1, because it "
                          "is stored in 64 bits; write a real number as in 1e20")
 
@@ -111,7 +111,8 @@ def settle(
     one_of("dtype", run.dtype, DTYPES)
     if not isinstance(run.normalise_weights, (bool, np.bool_)): raise ValueError(
         f"normalise_weights={run.normalise_weights!r} must be True or False")
-    checked = {n: whole(n, getattr(run, n), least=l) for n, l in _WHOLE.items()}
+    checked: dict = {}
+    checked |= {n: whole(n, getattr(run, n), least=l) for n, l in _WHOLE.items()}
     checked |= {n: number(n, getattr(run, n), **b) for n, b in _NUMBERS.items()}
     checked["normalise_weights"] = bool(run.normalise_weights)
     for name, value in checked.items(): object.__setattr__(run, name, value)
@@ -170,6 +171,7 @@ class Run:
     eval_windows: int = 64  # Validation windows, the same for every run
     seed: int = 0  # Of the initial weights and of the data order
     qk_learning_rate_multiplier: float = 1.0  # Of W_q and W_k; 0 freezes them
+    correction_bias_rate: float = 0.001  # Of router_correction_bias, after each step
 
     def __post_init__(self): settle(self)
 

@@ -75,7 +75,8 @@ def test_offsets_reach_both_ends_and_depend_on_arguments_alone(small):
 
 
 def test_offsets_are_the_same_on_every_machine(small):
-    assert small.offsets(2, 3, 64, seed=100).tolist() == [[33, 385, 3157], [930, 1247, 1775]]
+    found = small.offsets(2, 3, 64, seed=100).tolist()
+    assert found == [[33, 385, 3157], [930, 1247, 1775]]
 
 
 def test_parts_cannot_be_written(small):
@@ -189,3 +190,31 @@ def test_hf_without_a_text_column_lists_the_columns(tmp_path, monkeypatch):
     (tmp_path / "d" / "train.csv").write_text("title,body\na,b\n")
     with pytest.raises(ValueError, match="only title, body"):
         load_corpus(f"hf:{tmp_path / 'd'}")
+
+
+def test_code_is_the_source_of_the_pinned_wheel():
+    code = load_corpus("code")
+    assert len(code.data) == 2_218_879 and code.data.max() < 256
+    assert code.fingerprint == data.CODE_SHA256[:16]
+    assert code.fingerprint != load_corpus("wiki").fingerprint
+    assert b"import numpy" in code.train.tobytes()
+
+
+def test_code_is_read_without_importing_what_it_is():
+    run = ("import sys; from stabbook.data import load_corpus; load_corpus('code');"
+           "print([m for m in ('gensim', 'torch') if m in sys.modules])")
+    out = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
+    assert out.stdout.strip() == "[]", out.stderr
+
+
+def test_other_sources_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r'pip install "stabbook\[book\]"'):
+        data.read_code(tmp_path)
+    (tmp_path / "a.py").write_text("print(1)")
+    with pytest.raises(ValueError, match=data.CODE_SHA256):
+        data.read_code(tmp_path)
+
+
+def test_a_class_has_its_methods_in_its_body():
+    for name in ("window", "offsets", "eval_windows"):
+        assert getattr(Corpus, name).__qualname__ == f"Corpus.{name}"

@@ -263,7 +263,7 @@ def test_lr50_fit_is_the_optimum():
     for k in ([0, 0, 0, 3, 5, 5], [0, 1, 0, 0, 5, 4],
               [0, 0, 0, 0, 0, 1], [5, 4, 1, 0, 0, 0]):
         k = np.array(k, float)
-        (a,), (b,) = M._logistic_fit(x, k[None], n, prior)
+        (a,), (b,) = M.formulas._logistic_fit(x, k[None], n, prior)
         def value(a, b):
             z = a + b * (x - x.mean())
             return (k * z - n * np.logaddexp(0, z)).sum() - b * b / (2 * prior**2)

@@ -28,12 +28,13 @@ FENCE = re.compile(r"^(`{3,}|~{3,}|:{3,}).*?^\1", re.M | re.S)
 FLOORS = (("core", "files", "paper", "machine"), ("norms", "rope", "softcap", "stats"),
           ("attention", "mlp", "embedding", "reparam", "residual"),
           ("config", "decoder", "model"), ("methods", "families"),
-          ("data", "run", "train", "fast", "monitor"), ("metrics", "store", "sweep"),
+          ("data", "run", "update", "fast", "ranks", "checkpoint", "train", "monitor"), ("metrics", "store", "sweep"),
           ("bench", "plots", "cli"))
 # Neighbours on one floor: who may look into whose room.
 SAME_FLOOR = {"decoder": {"config"}, "model": {"config", "decoder"},
-              "families": {"methods"}, "run": {"data"}, "train": {"data", "run", "fast"},
-              "fast": {"run"}, "store": {"metrics"}, "sweep": {"store", "metrics"},
+              "families": {"methods"}, "run": {"data"},
+              "train": {"data", "run", "update", "fast", "ranks", "checkpoint"},
+              "fast": {"run", "update"}, "update": {"run"}, "store": {"metrics"}, "sweep": {"store", "metrics"},
               "cli": {"plots", "bench"}, "bench": {"plots"}}
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Which of the packages that are heavy or optional may stand at a module's top level.

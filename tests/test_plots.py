@@ -17,6 +17,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from stabbook import metrics, plots as P  # noqa: E402
+from stabbook.paper import HIGHEST_LR  # noqa: E402
 
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -224,7 +225,7 @@ def test_ranking_is_sorted_and_shows_bounds(runs):
     runs.loc[runs.method == "soft_clip", "diverged"] = True
     ax = P.ranking(runs)
     names = [t.get_text() for t in ax.get_yticklabels()]
-    assert names[0] == "soft_clip" and set(names[-2:]) == {"qkv_norm", "qk_norm_cap"}
+    assert names[0] == "clipped softmax" and set(names[-2:]) == {"QKV-norm", "QK-norm + cap"}
     shown = " ".join(t.get_text() for t in ax.texts)
     assert "> 1" in shown and "< 0.003" in shown and "inf" not in shown
     ratio = P.ranking(runs, ratio_to="qkv_norm")
@@ -275,7 +276,7 @@ def test_smoothing_is_a_running_mean():
 
 
 def test_bad_input_is_named(runs):
-    with pytest.raises(ValueError, match="no column 'diverged'"):
+    with pytest.raises(ValueError, match="no column 'failed'"):
         P.loss_vs_lr(runs.drop(columns="diverged"))
     with pytest.raises(ValueError, match="did you mean 'qk_norm'"):
         P.ranking(runs, methods=["qk_nrom"])
@@ -287,4 +288,4 @@ def test_bad_input_is_named(runs):
         P.curves_band({"a": [1.0]}, "loss", runs=pd.DataFrame(dict(key=["b"], method="x")))
     with pytest.raises(ValueError, match="runs is empty"):
         P.ranking(runs.iloc[:0])
-    assert math.isclose(P.PAPER_HIGHEST_LR["qkv_norm"] / P.PAPER_HIGHEST_LR["qk_norm"], 1.5)
+    assert math.isclose(HIGHEST_LR["qkv_norm"] / HIGHEST_LR["qk_norm"], 1.5)

@@ -27,9 +27,8 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"              # a copy: no leftovers of an older build/
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(
-        ".*", "build", "_*", "*.egg-info", "results", "fonts"))
-    for name in ("__init__", "_modidx"):
-        shutil.copy(ROOT / "stabbook" / f"{name}.py", tree / "stabbook")
+        ".*", "build", "_build", "_stage", "_cache", "*.egg-info", "results", "fonts",
+        "__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps",
                "--no-build-isolation", "-w", folder, tree]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)

@@ -8,7 +8,7 @@ __all__ = ['Claim', 'claim', 'is_free', 'is_abandoned', 'tidy']
 # %% ../../nbs/sweep/claims.ipynb #ff9dc912
 from pathlib import Path
 
-from .. import store
+from .. import files
 from ..files import lock
 
 # %% ../../nbs/sweep/claims.ipynb #04a0ba44
@@ -41,7 +41,7 @@ def tidy(
     folder,  # That of the experiment, at a scale; it need not exist
 ):
     "Remove the claims and half-written files that dead processes left behind."
-    store.tidy(folder)
+    files.tidy(folder)
     for path in Path(folder).glob("*.claim"):
         try: is_free(folder, path.stem)  # Claimed and given back; one held stays
         except OSError: pass  # A closed folder can still be read

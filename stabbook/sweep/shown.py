@@ -42,9 +42,7 @@ def shown(
         for name in (experiment, experiment + APART):
             missing[scale, name] = len(keys - store.keys(name, scale, results))
             if not keys or missing[scale, name]: continue
-            runs = store.load(name, scale, results=results)
-            mine = runs[runs.key.isin(keys)].reset_index(drop=True)
-            return store.judge(mine, **how)  # By themselves, not beside the others
+            return store.load(name, scale, keys=keys, results=results, **how)
     lack = ", ".join(f"{n} at {s}" for (s, e), n in missing.items() if e == experiment)
     raise StoreError(f"{experiment}: at no scale are all runs of this page stored; "
                      f"missing are {lack or 'all'}. Train them: sweep(jobs, ...)")

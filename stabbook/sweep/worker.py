@@ -77,10 +77,7 @@ def state_of(
     results=None,  # The results folder
 ) -> str:  # "", "ok" or "failed"
     "Is a run stored, and did it come to an end?"
-    if hasattr(store, "state"): return store.state(key, experiment, scale, results)
-    path = store.folder(experiment, scale, results) / f"{key}.parquet"
-    if not path.exists(): return ""
-    return "failed" if store._read(path, ["error"])[0].get("error") else "ok"
+    return store.state(key, experiment, scale, results)
 
 def parts_of(
     experiment: str,
@@ -88,7 +85,7 @@ def parts_of(
     results=None,  # The results folder
 ) -> Path:
     "Where runs are written, and claimed."
-    return getattr(store, "parts_folder", store.folder)(experiment, scale, results)
+    return store.parts_folder(experiment, scale, results)
 
 # %% ../../nbs/sweep/worker.ipynb #6593719b
 def is_stored(
