@@ -165,7 +165,7 @@ class Book:
     def result_files(self, experiments, smoke):
         "A digest of the results on disk: those of scale smoke, or those of the others"
         files = [f for e in experiments for f in (self.results / e).rglob("*.parquet")
-                 if (f.parent.name == "smoke") == smoke]
+                 if ("smoke" in f.relative_to(self.results / e).parts) == smoke]
         return digest(sorted([str(f.relative_to(self.results)), f.stat().st_size,
                               f.stat().st_mtime_ns] for f in files))
 

@@ -5,7 +5,7 @@ and tests/test_readme.py fails when the copy is not what the store says.
 """
 from pathlib import Path
 
-from stabbook import metrics, plots, store
+from stabbook import metrics, paper, plots, store
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -21,22 +21,25 @@ def interval(h):
 def results():
     "The block of the README, as Markdown"
     runs = store.load("learning_rate")
-    halves = metrics.lr50_by(runs)
-    paper, rows = plots.PAPER_HIGHEST_LR, []
+    halves = metrics.lr50_seeds(runs, floors=store.load("floors", runs.attrs["scale"]))
+    theirs, rows = paper.HIGHEST_LR, []
     for name, h in sorted(halves.items(), key=lambda p: (p[1].estimate, p[0])):
         loss = metrics.best_cell(
             *runs[runs.method == name][["learning_rate", "final_loss"]].to_numpy().T
         )
         rows.append(f"| `{name}` | {interval(h)} | {loss[1]:.2f} | {loss[0]:g} "
-                    f"| {paper[name] / paper['baseline']:.1f}× |")
+                    f"| {theirs[name] / theirs['baseline']:.1f}× |")
     rates, seeds = runs.learning_rate.nunique(), runs.seed.nunique()
     head = (
-        f"{len(runs)} runs at scale `{runs.attrs['scale']}`: {len(halves)} methods, {rates} learning rates "
-        f"from {runs.learning_rate.min():g} to {runs.learning_rate.max():g}, {seeds} seeds.\n"
-        "LR50 is the learning rate at which half of the runs diverge, with its 95 % interval; "
-        "the loss is the median at the method's best rate, in nats per byte.\n\n"
-        "| method | LR50 | loss at its best rate | best rate | highest stable rate in the paper, "
-        "over its baseline's |\n|---|---|---|---|---|\n"
+        f"{len(runs)} runs at scale `{runs.attrs['scale']}`: {len(halves)} methods, "
+        f"{rates} learning rates from {runs.learning_rate.min():g} to "
+        f"{runs.learning_rate.max():g}, {seeds} seeds.\n"
+        "LR50 is the learning rate at which half of the runs fail, with its 95 % "
+        "interval; a run has failed when it ends above the "
+        f"{runs.common_line.iloc[0]:.2f} nats that the same model reaches without "
+        "attention.\nThe loss is the median at the method's best rate, in nats per "
+        "byte.\n\n| method | LR50 | loss at its best rate | best rate | highest stable "
+        "rate in the paper, over its baseline's |\n|---|---|---|---|---|\n"
     )
     return head + "\n".join(rows)
 

@@ -189,11 +189,12 @@ def router_logits(
         return at_least_fp32(F.linear(cast(x), cast(weight), bias))
 
 def count_visits_(
-    visits: Tensor,  # (E,) integers, changed in place
+    visits: Tensor | None,  # (E,) integers, changed in place; None: nobody counts
     experts: Tensor,  # (N, k)
 ):
     "Add to the count what a forward chose, without asking the device for it."
-    if in_backward(): return  # Checkpointing repeats a forward that was counted
+    # Checkpointing repeats a forward that was counted
+    if visits is None or in_backward(): return
     chosen = experts.flatten()
     visits.scatter_add_(0, chosen, torch.ones_like(chosen))
 
@@ -235,7 +236,7 @@ class Router(nn.Module):
         if self.norm is not None: x = self.norm(x) * x.shape[-1] ** -0.5  # N(x) / √D
         logits = router_logits(x, self.weight, self.bias, self.precision)
         weights, experts = self.topk(logits, self.correction_bias)
-        if self.visits is not None and self.training: count_visits_(self.visits, experts)
+        if self.training: count_visits_(self.visits, experts)
         if self.expert_scale is not None: weights = weights * self.expert_scale[experts]
         return weights.to(x.dtype) if self.precision == "input" else weights, experts
 
@@ -418,7 +419,8 @@ def update_correction_bias_(
         if not isinstance(router, Router) or router.visits is None: continue
         if all_reduce is not None: all_reduce(router.visits)
         c = router.visits
-        router.correction_bias += rate * (c.sum() - len(c) * c).sign()  # u · sign(c̄ - cᵢ)
+        # u · sign(c̄ - cᵢ)
+        router.correction_bias += rate * (c.sum() - len(c) * c).sign()
         c.zero_()
 
 # %% ../nbs/06_mlp.ipynb #bda8a14d

@@ -40,7 +40,7 @@ class Gain(nn.Module):
     "A learned gain and bias over the last axis; each may be absent."
     def __init__(
         self,
-        dim: int,  # D, the width of the last axis; ValueError where it is no such number
+        dim: int,  # D, the width of the last axis; ValueError if it is no width
         *,
         gain: bool | tuple = True,  # Shape (D,), or a tuple that ends in D
         bias: bool = False,  # Learned bias of the same shape; needs a gain

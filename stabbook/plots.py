@@ -236,7 +236,8 @@ def loss_panels(
             _ceiling_line(ax, runs, top, text=False)
             floor_lines(ax, floors or {}, text=ax is axes.flat[0])
             _rate_axis(ax, runs.learning_rate, label=False, subs=(1.0,))
-            ax.set_title(NAMES.get(m, m), color=_dark(look(m)["color"]), fontsize=10, pad=3)
+            ax.set_title(NAMES.get(m, m), color=_dark(look(m)["color"]),
+                         fontsize=10, pad=3)
         for ax in axes.flat[len(methods):]: ax.set_axis_off()
         fig.suptitle(HOLLOW, fontsize=9.5, color="#57606A", x=0.02, ha="left")
         fig.supxlabel(LABELS["learning_rate"], fontsize=10.5)

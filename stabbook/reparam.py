@@ -47,6 +47,8 @@ class FollowedWeight(nn.Module):
         u, _, v = torch.linalg.svd(wide, full_matrices=False)
         self.u.copy_(u[:, 0]); self.v.copy_(v[0])
 
+    reset_parameters = reset_singular_vectors  # A layer has more to put back
+
     @torch.no_grad()
     def power_iterate(self):
         "One step of power iteration, so that u and v follow the moving weight."
@@ -193,7 +195,8 @@ def qk_clip_(
     H, K = attention.num_attention_heads, attention.num_key_value_heads
     latent = hasattr(attention, "latent")
     names = ["q_proj", "k_proj"]
-    if latent: names = ["q_b_proj" if attention.q_proj is None else "q_proj", "kv_b_proj"]
+    if latent:
+        names = ["q_b_proj" if attention.q_proj is None else "q_proj", "kv_b_proj"]
     check_qk_clip(attention, {n: getattr(attention, n) for n in names
                               if getattr(attention, n, None) is not None})
     eta = qk_clip_factors(max_logits, threshold, K)

@@ -98,10 +98,12 @@ class SphereResidual(ResidualRule):
         depth: int = 1,  # As in Residual
     ):
         super().__init__(branch)
-        if beside is not None: raise ValueError("'ngpt' must be left out: a step on the "
-            "sphere has no place for a branch beside the MLP")
-        if scale is not None: raise ValueError("layer_scale_init must be left out beside "
-            "'ngpt': a step on the sphere has a learned length already")
+        if beside is not None:
+            raise ValueError("'ngpt' must be left out: a step on the sphere has no "
+                             "place for a branch beside the MLP")
+        if scale is not None:
+            raise ValueError("layer_scale_init must be left out beside 'ngpt': a "
+                             "step on the sphere has a learned length already")
         self.norm = make_norm()
         D = self.norm.dim
         self.alpha = LearnedScale(D, init=alpha_init, stored=D**-0.5)
@@ -150,7 +152,8 @@ class Beside(nn.Module):
         return self.norm_first(y) + self.norm_out(self.branch(self.norm_in(x), x))
 
 # %% ../nbs/09_residual.ipynb #9c5ce8fc
-RESIDUALS = {place: partial(Residual, norm_placement=place) for place in PLACEMENTS}
+RESIDUALS: dict[str, Callable] = {
+    place: partial(Residual, norm_placement=place) for place in PLACEMENTS}
 RESIDUALS |= {"ngpt": SphereResidual, "deepnorm": DeepNorm}
 
 def placement(
@@ -204,7 +207,7 @@ class LayerEnd(nn.Module):
         if self.per_layer is not None: x = self.per_layer(x, per_layer_input)
         return x if self.scalar is None else x * self.scalar
 
-    def check_shapes(self, *rules: nn.Module):
+    def check_shapes(self, *rules: "ResidualRule | None"):
         "Refuse rules that would shape one stream in several ways."
         if len({type(rule).open for rule in rules if rule is not None}) > 1:
             raise ValueError("attention_norm_placement, mlp_norm_placement and the "

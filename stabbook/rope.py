@@ -11,10 +11,11 @@ __all__ = ['PRECISIONS', 'SCALINGS', 'rope_frequencies', 'rotate_pairs', 'swap_p
 import inspect
 import math
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor
+
+from .core import number, one_of
 
 # %% ../nbs/02_rope.ipynb #9f7a8019
 def rope_frequencies(
@@ -25,10 +26,8 @@ def rope_frequencies(
     rope_scaling: Mapping | tuple | None = None,  # As rescale takes it; None for none
 ) -> Tensor:  # (R/2,) in fp32, R the number of channels that rotate
     "Angle per position of each rotary pair (Su et al. 2021, section 3.2.2)."
-    if not 0 < partial_rotary_factor <= 1:
-        raise ValueError(f"partial_rotary_factor={partial_rotary_factor}"
-                         " must be in (0, 1]")
-    if not rope_theta > 0: raise ValueError(f"rope_theta={rope_theta} must be above 0")
+    number("partial_rotary_factor", partial_rotary_factor, above=0, most=1)
+    number("rope_theta", rope_theta, above=0)
     scaling = dict(rope_scaling or ())
     share = partial_rotary_factor
     if scaling.get("rope_type") == "proportional": share = 1.0  # the rest stands still
@@ -75,9 +74,7 @@ class Rotation:
         factor: float = 1.0,  # Stretches what it rotates (YaRN)
         precision: str = "input",  # One of PRECISIONS; only matters in half precision
     ):
-        if precision not in PRECISIONS: raise ValueError(
-            f"rope_precision={precision!r} is not one of {', '.join(PRECISIONS)}")
-        self.precision = precision
+        self.precision = one_of("rope_precision", precision, PRECISIONS)
         cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]
         if factor != 1: cos, sin = cos * factor, sin * factor
         self.cos, self.sin, self.turn = cos, sin, rotate_pairs(sin, interleaved)
@@ -132,15 +129,14 @@ class RotaryEmbedding(torch.nn.Module):
         rope_precision: str = "input",  # One of PRECISIONS
     ):
         super().__init__()
-        self.precision = rope_precision
+        self.precision = one_of("rope_precision", rope_precision, PRECISIONS)
         self.head_dim, self.interleaved = head_dim, interleaved
         self.frequency_args = head_dim, rope_theta, partial_rotary_factor
         self.rope_scaling, self.factor = None, 1.0
         if rope_scaling is not None:
             self.rope_scaling = check_rope_scaling(rope_scaling)
             self.factor = attention_factor(self.rope_scaling)
-        rope_frequencies(*self.frequency_args)  # refuse bad sizes now
-        Rotation(torch.zeros(1, 1, 2), precision=rope_precision)
+        rope_frequencies(*self.frequency_args, None, self.rope_scaling)  # Refuse now
 
     def forward(
         self,
@@ -212,6 +208,8 @@ def yarn_scaling(
     mscale_all_dim: float | None = None,
 ) -> Tensor:  # (R/2,)
     "As llama3_scaling, along a ramp of pairs (Peng et al. 2023, YaRN, section 3.2)."
+    # The bounds are pairs, found by a logarithm to this base
+    number("with rope_type='yarn', rope_theta", base, above=1)
     dim = 2 * len(ladder)
     waves = original_max_position_embeddings / (2 * math.pi)
     low, high = (dim * math.log(waves / turns) / (2 * math.log(base))
@@ -254,31 +252,22 @@ def check_rope_scaling(
     if "rope_type" not in given:
         raise ValueError(f"{named} must be a mapping with rope_type, as in config.json")
     kind = given["rope_type"]
-    _known("rope_scaling['rope_type']", kind, SCALINGS)
+    one_of("rope_scaling['rope_type']", kind, SCALINGS)
     parameters = inspect.signature(SCALINGS[kind]).parameters.values()
     keys = {p.name: p for p in parameters if p.kind == p.KEYWORD_ONLY}
     for key in given.keys() - {"rope_type"}:
-        _known(f"key of rope_scaling with rope_type={kind!r}", key, keys)
+        one_of(f"key of rope_scaling with rope_type={kind!r}", key, keys)
         given[key] = _scaling_number(kind, key, given[key])
     missing = [k for k, p in keys.items() if p.default is p.empty and k not in given]
     if missing: raise ValueError(f"{named} must be given {', '.join(missing)} too")
     return tuple(sorted(given.items()))
 
 # %% ../nbs/02_rope.ipynb #1aa72ac2
-def _known(what: str, value, allowed):
-    "Refuse a name that is not one of these, and name the nearest."
-    if value in list(allowed): return
-    near = get_close_matches(str(value), allowed, 1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{what}={value!r} is not one of {', '.join(allowed)}{hint}")
-
 def _scaling_number(kind: str, key: str, value):
     "A finite number above 0 as a float; truncate is a flag, linear may turn back."
-    if key == "truncate": fits, rule = isinstance(value, bool), "True or False"
-    else:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        back = kind == "linear" and number and value < 0
-        fits = number and math.isfinite(value) and (value > 0 or back)
-        rule = "a finite number above 0"
-    if not fits: raise ValueError(f"rope_scaling[{key!r}]={value!r} must be {rule}")
-    return value if key == "truncate" else float(value)
+    name = f"rope_scaling[{key!r}]"
+    if key == "truncate":  # 1 is True to `in`
+        if isinstance(value, bool): return value
+        raise ValueError(f"{name}={value!r} must be True or False")
+    back = kind == "linear" and isinstance(value, (int, float)) and value < 0
+    return number(name, value, below=0) if back else number(name, value, above=0)

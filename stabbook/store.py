@@ -148,7 +148,8 @@ def _read(path, columns=None, all_columns=False):
             if lost := _lost(note, names):
                 raise StoreError(f"{path.name} lacks {lost}. {remedy}")
             plain = [c for c in names if all_columns or not c.startswith("curve.")]
-            old = columns is None and "lowest_loss" not in names and "curve.loss" in names
+            old = columns is None and {"lowest_loss", "curve.loss"} & {*names} == {
+                "curve.loss"}
             columns = [*dict.fromkeys(["key", *(plain if columns is None else columns),
                                        *(["curve.loss"] if old else [])])]
             row = file.read(columns, use_threads=False).to_pylist()[0]
@@ -192,8 +193,9 @@ def _table(path, stamp):
     import pyarrow.parquet as pq
     try: rows = pq.ParquetFile(path).read(use_threads=False).to_pylist()
     except (pa.ArrowException, OSError, ValueError) as e:
-        raise StoreError(f"{path} is torn or no table of runs ({type(e).__name__}): get "
-                         "it back from where it was published. Parts are unharmed") from e
+        raise StoreError(f"{path} is torn or no table of runs ({type(e).__name__}): "
+                         "get it back from where it was published; parts are unharmed"
+                         ) from e
     try: return {row["key"]: row for row in rows}
     except KeyError: raise StoreError(f"{path} is no table of runs: it has no column "
                                       "'key'. Move it away") from None
@@ -227,7 +229,8 @@ def _flat(rows):
     for name in names:
         values = [row.get(name) for row in rows]
         kinds = {type(v) for v in values if v is not None}
-        if kinds == {int, float}: values = [v if v is None else float(v) for v in values]
+        if kinds == {int, float}:
+            values = [v if v is None else float(v) for v in values]
         elif len(kinds) > 1: raise StoreError(
             f"column {name!r} holds {' and '.join(sorted(k.__name__ for k in kinds))}: "
             "store what is of different kinds under different names")
@@ -243,12 +246,14 @@ def _bytes(table, **how):
     return sink.getvalue()
 
 def _segment(rows):
-    "The curves of many runs as a table: key, then one list column a curve."
+    "The curves of many runs as Parquet: key, then one list column a curve."
     import pyarrow as pa
     names = [*dict.fromkeys(c for row in rows for c in row if c.startswith("curve."))]
     kind = pa.list_(pa.float32())
-    return pa.table({"key": [row["key"] for row in rows],
-                     **{n: pa.array([row.get(n) for row in rows], kind) for n in names}})
+    columns = {n: pa.array([row.get(n) for row in rows], kind) for n in names}
+    table = pa.table({"key": [row["key"] for row in rows], **columns})
+    return _bytes(table, use_dictionary=False, write_statistics=False,
+                  use_byte_stream_split=[f"{n}.list.element" for n in names])
 
 # %% ../nbs/16_store.ipynb #0e7e7dac
 def pack(
@@ -270,22 +275,16 @@ def pack(
         if new:
             number = 1 + max((r["segment"] for r in _packed(base).values()),
                              default=-1)
-            split = {"data_page_size": 1 << 20, "use_dictionary": False,
-                     "write_statistics": False}
-            curves_ = _segment(new)
-            split["use_byte_stream_split"] = [f"{n}.list.element"
-                                              for n in curves_.column_names[1:]]
-            files.write_aside(base / f"curves-{number:03}.parquet",
-                              _bytes(curves_, **split))
+            files.write_aside(base / f"curves-{number:03}.parquet", _segment(new))
             for row in new:
-                row |= _model_columns(row["run_json"])
-                row["segment"] = number
+                row |= _model_columns(row["run_json"]) | {"segment": number}
                 for name in [c for c in row if c.startswith("curve.")]: del row[name]
             rows = sorted([*old.values(), *new], key=lambda r: r["key"])
             files.write_aside(base / "runs.parquet", _bytes(_flat(rows)))
         for key in parts.keys() & _packed(base).keys(): files.forget(parts[key])
         return len(_packed(base))
 
+# %% ../nbs/16_store.ipynb #e5812993
 def _model_columns(run_json):
     "The fields of the model that differ from its defaults, as columns."
     model = json.loads(run_json).get("model")
@@ -404,7 +403,8 @@ def _rows(base, experiment, scale, on_bad, keys=None, published=False):
         if not wanted(key): continue
         try: row, note = _read(path)
         except StoreError as e: bad.append(str(e)); continue
-        rows.append(row | _model_columns(row["run_json"])); notes.append(note["columns"])
+        rows.append(row | _model_columns(row["run_json"]))
+        notes.append(note["columns"])
     if bad and (on_bad == "raise" or not rows): raise StoreError(
         f"{len(bad)} of {len(bad) + len(rows)} files of {experiment}/{scale} cannot be "
         "read (load the others with on_bad='skip'):\n" + "\n".join(bad))
@@ -416,6 +416,7 @@ def _frame(rows, notes):
     return df.drop(columns=[c for c in df if c.startswith("model.")
                             and df[c].isna().all()])
 
+# %% ../nbs/16_store.ipynb #19422a2d
 def load(
     experiment: str,  # such as "learning_rate"
     scale: str | None = None,  # "smoke", "cpu", "gpu"; None: the largest there is
@@ -494,6 +495,7 @@ def curves(
     if wanted and not out: raise ValueError(unknown("curve", name, sorted(seen)))
     return {k: out[k] for k in wanted if k in out}
 
+# %% ../nbs/16_store.ipynb #81a578b3
 def _column(path, name):
     "The curves that a segment holds, and one of them: key -> values."
     import pyarrow as pa
@@ -508,9 +510,8 @@ def _column(path, name):
                          "from where it was published; runs.parquet is unharmed") from e
     values = table[name].combine_chunks()
     flat, ends = values.values.to_numpy(zero_copy_only=False), values.offsets.to_numpy()
-    keys = table["key"].to_pylist()
-    ok = values.is_valid().to_pylist()
-    return names, {k: flat[a:b] for k, a, b, good in zip(keys, ends, ends[1:], ok) if good}
+    there = zip(table["key"].to_pylist(), ends, ends[1:], values.is_valid().to_pylist())
+    return names, {k: flat[a:b] for k, a, b, good in there if good}
 
 # %% ../nbs/16_store.ipynb #f1ee8fdc
 def stack(

@@ -38,7 +38,7 @@ def contents(folder, pattern):
 
 
 def differences(have, want):
-    "What sets two sets of files apart, one line each; for a changed file its first line"
+    "What sets two sets of files apart, one line each; for a changed file its first line"  # noqa: E501
     for name in sorted(have.keys() | want.keys()):
         if name not in want:
             yield f"{name}: nothing makes this file"
@@ -109,7 +109,9 @@ def gate_nbdev(root=ROOT):
     finally:                              # its workers too, whatever ended the wait
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    return ["a cell failed; it stands above, under the name of its notebook"] * bool(code)
+    return ["a cell failed; it stands above, under the name of its notebook"] * bool(
+        code
+    )
 
 
 def gate_pytest(root=ROOT):
@@ -122,13 +124,22 @@ def gate_pytest(root=ROOT):
 
 GATES = {
     "clean": (gate_clean, "run `.venv/bin/nbdev_clean` and commit the notebooks"),
-    "export": (gate_export, "run `make export` and commit stabbook/; what nothing makes, "
-                            "`git rm`; edit the notebook, never the module"),
+    "export": (
+        gate_export,
+        "run `make export` and commit stabbook/; what nothing makes, "
+        "`git rm`; edit the notebook, never the module",
+    ),
     "ruff": (gate_ruff, "run `.venv/bin/ruff check --fix`, the rest by hand"),
     "types": (gate_types, "run `.venv/bin/mypy stabbook`; annotate, or mend the call"),
-    "nbdev": (gate_nbdev, "open that notebook and run it from the top; "
-                          "mark a cell that takes long `#| slow`"),
-    "pytest": (gate_pytest, "run `.venv/bin/pytest tests/FILE.py -x` on the file named"),
+    "nbdev": (
+        gate_nbdev,
+        "open that notebook and run it from the top; "
+        "mark a cell that takes long `#| slow`",
+    ),
+    "pytest": (
+        gate_pytest,
+        "run `.venv/bin/pytest tests/FILE.py -x` on the file named",
+    ),
 }
 
 
@@ -141,7 +152,9 @@ def main(names):
         start = time.time()
         found = gate()
         if found:
-            sys.exit("\n".join(["", *found, "", f"gate {name} is shut. To mend it: {mend}"]))
+            sys.exit(
+                "\n".join(["", *found, "", f"gate {name} is shut. To mend it: {mend}"])
+            )
         print(f"gate {name}: open ({time.time() - start:.0f} s)", flush=True)
 
 

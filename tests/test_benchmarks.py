@@ -50,4 +50,6 @@ def test_every_table_of_the_page_is_stored_and_says_what_it_was_measured_with():
     assert names >= {"sweep", "step", "methods", "families", "checkpoints"}
     for name in names:
         table = pd.read_parquet(bench.RESULTS / f"{name}.parquet")
-        assert len(table) and {"processor", "torch", "commit", "date"} <= set(table.attrs), name
+        assert len(table) and {"processor", "torch", "commit", "date"} <= set(
+            table.attrs
+        ), name

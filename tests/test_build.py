@@ -1,4 +1,4 @@
-"""The build: strict parameters, failures that name themselves, nothing stale, clean pages."""
+"""The build: strict parameters, failures that name themselves, nothing stale, clean pages."""  # noqa: E501
 import json
 import os
 import re
@@ -98,7 +98,9 @@ def test_a_scale_that_is_none_is_refused():
 
 
 def test_unknown_experiment_lists_the_valid_ones(book):
-    with pytest.raises(build.BuildError, match="not one of growth; did you mean growth"):
+    with pytest.raises(
+        build.BuildError, match="not one of growth; did you mean growth"
+    ):
         build.run(book, "grwth", "smoke", 1, {})
 
 
@@ -112,11 +114,13 @@ def test_values_from_the_command_line():
 
 def execute(book, name, parameters=None, reads=None):
     target = book.cache / f"{name}.ipynb"
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); import json, runner, pathlib\n"
-            "s, t, n, p, r = sys.argv[2:]\n"
-            "s, t, p, r = pathlib.Path(s), pathlib.Path(t), json.loads(p), json.loads(r)\n"
-            "try: runner.execute(s, t, n, p, {}, reads=r)\n"
-            "except runner.BuildError as e: sys.exit(str(e))")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import json, runner, pathlib\n"
+        "s, t, n, p, r = sys.argv[2:]\n"
+        "s, t, p, r = pathlib.Path(s), pathlib.Path(t), json.loads(p), json.loads(r)\n"
+        "try: runner.execute(s, t, n, p, {}, reads=r)\n"
+        "except runner.BuildError as e: sys.exit(str(e))"
+    )
     given = json.dumps(None if reads is None else [str(book.results), list(reads)])
     done = subprocess.run([sys.executable, "-c", code, ROOT / "book",
                            book.nbs / f"{name}.ipynb", target, name,
@@ -152,8 +156,10 @@ def test_a_failing_cell_fails_the_build_and_is_named(book):                # T11
     done = subprocess.run([sys.executable, ROOT / "book" / "build.py", "--root",
                            book.root, "book"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "experiments/growth, cell 3 `x / 0`: ZeroDivisionError: division by zero" in (
-        done.stderr)
+    assert (
+        "experiments/growth, cell 3 `x / 0`: ZeroDivisionError: division by zero"
+        in (done.stderr)
+    )
     assert "01_a, cell 1 `1 + 1`: it is tagged raises-exception but raised nothing" in (
         done.stderr)
     assert "Traceback" not in done.stderr and not book.stage.exists()
@@ -186,7 +192,9 @@ def test_runs_again_when_what_it_depends_on_changes(book, monkeypatch):    # T10
     assert book.why_run("01_a") == ""
     (book.package / "d.py").write_text("y = 3")
     assert book.why_run("01_a") == "", "a module that it does not import"
-    save(book.root, "01_a", notebook(new_markdown_cell("# B"), "from stabbook import c"))
+    save(
+        book.root, "01_a", notebook(new_markdown_cell("# B"), "from stabbook import c")
+    )
     assert book.why_run("01_a") == "", "prose"
     (book.package / "a.py").write_text((book.package / "a.py").read_text() + "  # so")
     assert book.why_run("01_a") == "", "a comment in a module"
@@ -221,7 +229,9 @@ def test_runs_again_when_results_that_it_reads_change(book):
         assert book.why_run(name) == ""
     file = book.results / "growth" / "cpu" / "1.parquet"
     file.write_bytes(b"1")
-    assert book.why_run("01_a") == book.why_run("experiments/growth") == "changed: results"
+    assert (
+        book.why_run("01_a") == book.why_run("experiments/growth") == "changed: results"
+    )
     for name in ("01_a", "experiments/growth"):
         pretend_run(book, name)
     smoke = book.results / "growth" / "smoke" / "2.parquet"
@@ -325,12 +335,20 @@ def test_no_page_shows_rubble(text, what):
 
 def test_ordinary_text_is_no_rubble():
     paths = pages.machine_paths(ROOT)
-    for text in ("| a | 5 % | b |", "x < 3 at 0", "loss at 0.1", "store #1 | two", "100%"):
+    for text in (
+        "| a | 5 % | b |",
+        "x < 3 at 0",
+        "loss at 0.1",
+        "store #1 | two",
+        "100%",
+    ):
         assert pages.faults("01_a", text, paths) == []
 
 
-def test_a_picture_needs_number_caption_and_alternative_text():            # T12
-    picture = new_output("display_data", {"image/png": "iVBOR", "text/plain": "<Figure>"})
+def test_a_picture_needs_number_caption_and_alternative_text():  # T12
+    picture = new_output(
+        "display_data", {"image/png": "iVBOR", "text/plain": "<Figure>"}
+    )
     bare = notebook(new_code_cell("plot()", outputs=[picture]))
     assert pages.faults("01_a", bare, []) == [
         "01_a, cell 1: a picture without mystnb figure.name, image.alt, figure.caption"]
@@ -352,9 +370,15 @@ def test_stage_holds_what_is_listed_and_keeps_times(book):
     assert files == ["01_a.ipynb", "experiments/growth.ipynb", "intro.md"]
     page = book.stage / "01_a.ipynb"
     os.utime(page, (1e9, 1e9))
-    save(book.root, "experiments/growth", notebook(SCALE, "scale", new_markdown_cell("n")))
+    save(
+        book.root,
+        "experiments/growth",
+        notebook(SCALE, "scale", new_markdown_cell("n")),
+    )
     book.write_stage()
-    assert page.stat().st_mtime == 1e9, "an equal page keeps its time, so Sphinx skips it"
+    assert page.stat().st_mtime == 1e9, (
+        "an equal page keeps its time, so Sphinx skips it"
+    )
     assert "n" in (book.stage / "experiments/growth.ipynb").read_text()
     status = (book.stage / "intro.md").read_text()
     assert "| {doc}`/01_a` | 1.5 | yes | 2 | 1 | 2026-11-29 |" in status
@@ -369,7 +393,7 @@ def test_rubble_stops_the_build_and_names_the_page(book):
         book.write_stage()
 
 
-# ------------------------------------------------------------------ settings, gates, tools
+# --------------------------------------------------------------- settings, gates, tools
 
 def test_config_executes_nothing_and_reads_only_the_toc():             # T11, T14, T19
     config = yaml.safe_load((ROOT / "book" / "_config.yml").read_text("utf-8"))
@@ -391,7 +415,9 @@ def project(folder, source):
         subprocess.run([build.tool(command)], cwd=folder, env=gates.ENV, check=True)
 
 
-def test_gates_find_an_unclean_notebook_and_a_changed_or_orphaned_module(tmp_path):  # T16
+def test_gates_find_an_unclean_notebook_and_a_changed_or_orphaned_module(
+    tmp_path,
+):  # T16
     project(tmp_path, "x = 1")
     assert gates.gate_clean(tmp_path) == gates.gate_export(tmp_path) == []
     module = tmp_path / "stabbook" / "a.py"
@@ -400,7 +426,9 @@ def test_gates_find_an_unclean_notebook_and_a_changed_or_orphaned_module(tmp_pat
     assert gates.gate_export(tmp_path) == ["stabbook/a.py: -x = 2",
                                            "stabbook/gone.py: nothing makes this file"]
     file = tmp_path / "nbs" / "01_a.ipynb"
-    file.write_text(file.read_text().replace('"metadata": {}', '"metadata": {"x": 1}', 1))
+    file.write_text(
+        file.read_text().replace('"metadata": {}', '"metadata": {"x": 1}', 1)
+    )
     before = file.read_bytes()
     assert [f.split(":")[0] for f in gates.gate_clean(tmp_path)] == ["nbs/01_a.ipynb"]
     assert file.read_bytes() == before, "a gate changes nothing"
@@ -408,7 +436,9 @@ def test_gates_find_an_unclean_notebook_and_a_changed_or_orphaned_module(tmp_pat
 
 def test_a_python_that_does_not_fit_gets_a_plain_answer():
     for version in ((3, 10, 4), (3, 14, 0)):
-        with pytest.raises(SystemExit, match="(?s)needs Python 3.11, 3.12 or 3.13.*PYTHON="):
+        with pytest.raises(
+            SystemExit, match="(?s)needs Python 3.11, 3.12 or 3.13.*PYTHON="
+        ):
             install.check_python(version)
     install.check_python((3, 13, 0))
 
@@ -422,7 +452,9 @@ def test_lock_pins_everything_and_names_no_place():
 
 
 def test_help_is_the_default_target_and_names_every_target():
-    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for target in ("book", "test", "serve", "reproduce", "verify", "clean", "lock"):
         assert f"make {target}" in done.stdout
 
@@ -431,8 +463,9 @@ def test_verify_passes_on_what_it_is_given():
     def says(*words):
         command = ["make", "-n", "-o", ".venv/.installed", "verify", *words]
         env = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True,
-                              check=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, check=True
+        )
         return " ".join(done.stdout.split())
     assert says() == '.venv/bin/stabbook verify -n "5" --scale "cpu"'
     assert says("N=2", "EXPERIMENT=learning_rate", "SCALE=gpu", "SEED=7") == (

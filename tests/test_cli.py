@@ -49,7 +49,8 @@ def test_import_is_light():
 def test_help_and_version_say_what_there_is(call):
     top = call("--help")
     assert top.exit_code == 0
-    for name in "run", "sweep", "verify", "doctor", "--version": assert name in top.output
+    for name in "run", "sweep", "verify", "doctor", "--version":
+        assert name in top.output
     for name in "run", "sweep", "verify", "doctor":
         assert call(name, "-h").exit_code == 0
     text = " ".join(call("sweep", "-h").output.replace("│", " ").split())
@@ -108,7 +109,7 @@ def test_sweep_from_a_file(call, tmp_path):
     ("exprmnt = 'x'", "did you mean 'experiment'?"),
     ("[base.model]\nhidden_sizes = 3", "did you mean 'hidden_size'?"),
     ("[base", "is not valid TOML"),
-    ("scale = 'tiny'\n[grid]\nseed = 1", "smoke, cpu, gpu"),
+    ("scale = 'tiny'\n[grid]\nseed = 1", "'smoke', 'cpu', 'gpu'"),
     ("experiment = 3", "experiment=3 must be a text"),
     ("experiment = 'a b'", "letters, digits"),
     ("time_limit = '10'", "time_limit='10' must be a number of seconds"),
@@ -149,7 +150,9 @@ def test_mistakes_in_a_file_are_named(call, tmp_path, text, words):
 def test_a_file_that_is_a_folder_or_closed_is_named(call, tmp_path, monkeypatch):
     (tmp_path / "bad.toml").mkdir()
     out = call("sweep", tmp_path / "bad.toml")
-    assert out.exit_code == 2 and "bad.toml cannot be read (Is a directory)" in out.stderr
+    assert (
+        out.exit_code == 2 and "bad.toml cannot be read (Is a directory)" in out.stderr
+    )
 
     def denied(*_, **__): raise PermissionError(13, "Permission denied")
     monkeypatch.setattr(Path, "read_text", denied)
@@ -182,8 +185,14 @@ def test_stored_failures_are_counted_and_end_the_sweep_with_code_1(call, tmp_pat
     args = "sweep", file, "--workers", "0", "--quiet"
     assert call(*args, "--time-limit", "1e-9").exit_code == 1
     again = call(*args)
-    assert again.exit_code == 1 and ("8 reused, of which 8 with an error (--retry-failed "
-                                     "trains them again), 0 failed") in again.stdout
+    assert (
+        again.exit_code == 1
+        and (
+            "8 reused, of which 8 with an error (--retry-failed "
+            "trains them again), 0 failed"
+        )
+        in again.stdout
+    )
     plan = call("sweep", file, "--dry-run")
     assert plan.exit_code == 0 and "8 stored, of which 8 with an error" in plan.stdout
     mended = call(*args, "--retry-failed")
@@ -216,14 +225,20 @@ def test_pack_puts_the_runs_into_tables(call, tmp_path):
 
 def cli_process(*args, cwd, **environ):
     env = {k: v for k, v in os.environ.items() if k not in ("STABBOOK_RESULTS",)}
-    env |= {"PYTHONPATH": str(ROOT), "STABBOOK_RESULTS": str(cwd / "results"), **environ}
+    env |= {
+        "PYTHONPATH": str(ROOT),
+        "STABBOOK_RESULTS": str(cwd / "results"),
+        **environ,
+    }
     return subprocess.run([sys.executable, "-m", "stabbook.cli", *args], env=env,
                           cwd=cwd, capture_output=True)
 
 
 @pytest.mark.parametrize("coding", ["ascii", "cp1252", "latin-1"])
 def test_a_run_is_stored_and_shown_whatever_the_terminal_can_write(tmp_path, coding):
-    out = cli_process("run", *TINY, "--save", "x", cwd=tmp_path, PYTHONIOENCODING=coding)
+    out = cli_process(
+        "run", *TINY, "--save", "x", cwd=tmp_path, PYTHONIOENCODING=coding
+    )
     assert out.returncode == 0, out.stderr
     assert b"loss, step by step" in out.stdout and b"stored as" in out.stdout
     assert len(store.keys("x", "smoke", tmp_path / "results")) == 1
@@ -231,8 +246,12 @@ def test_a_run_is_stored_and_shown_whatever_the_terminal_can_write(tmp_path, cod
 
 def test_a_run_is_stored_when_its_reader_has_left(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "STABBOOK_RESULTS": str(tmp_path)}
-    child = subprocess.Popen([sys.executable, "-m", "stabbook.cli", "run", *TINY, "--save",
-                              "x"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "stabbook.cli", "run", *TINY, "--save", "x"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     child.stdout.close()
     err = child.stderr.read()
     child.wait()
@@ -252,8 +271,16 @@ def test_a_run_that_cannot_be_stored_is_shown(call, monkeypatch):
 
 def test_none_can_be_said(call):
     for word in "none", "None", "null":
-        out = call("run", *TINY, "--set", f"qk_norm={word}", "--set", "max_grad_norm=none",
-                   "--save", word)
+        out = call(
+            "run",
+            *TINY,
+            "--set",
+            f"qk_norm={word}",
+            "--set",
+            "max_grad_norm=none",
+            "--save",
+            word,
+        )
         assert out.exit_code == 0, out.output
     assert store.load("none").max_grad_norm.isna().all()
 

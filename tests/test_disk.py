@@ -44,7 +44,7 @@ print(json.dumps(said))
 
 def on_a_small_disk(folder, script, size):
     "Run a script in a namespace of its own, where `folder` is a small tmpfs"
-    inside = f"mount -t tmpfs -o size={size} tmpfs {folder} && exec {sys.executable} -c \"$STORY\""
+    inside = f"mount -t tmpfs -o size={size} tmpfs {folder} && exec {sys.executable} -c \"$STORY\""  # noqa: E501
     env = dict(os.environ, STABBOOK_RESULTS=str(folder), STORY=script)
     ways = [["-m"]] * (os.geteuid() == 0) + [["-rm"]]
     for way in ways:
@@ -58,7 +58,9 @@ def on_a_small_disk(folder, script, size):
 
 
 @pytest.mark.parametrize("workers, left", [(0, 14_000), (2, 14_000), (0, 0)])
-def test_a_full_disk_stops_the_sweep_and_a_closed_one_is_still_read(tmp_path, workers, left):
+def test_a_full_disk_stops_the_sweep_and_a_closed_one_is_still_read(
+    tmp_path, workers, left
+):
     disk = tmp_path / "disk"
     disk.mkdir()
     script = STORY.format(here=str(HERE), workers=workers, left=left)
@@ -71,7 +73,9 @@ def test_a_full_disk_stops_the_sweep_and_a_closed_one_is_still_read(tmp_path, wo
     assert 4 <= said["kept"] < 12 and (said["kept"] > 4) == (left > 0)
     # a claim of a worker that was stopped may stay until the next sweep, no half file
     assert not [name for name in said["left"] if name.endswith(".tmp")], said
-    assert f"{12 - said['kept']} trained, {said['kept']} reused, 0 failed" in said["after"]
+    assert (
+        f"{12 - said['kept']} trained, {said['kept']} reused, 0 failed" in said["after"]
+    )
     assert said["all"] == said["still"] == 12
     assert "cannot be written to: change its permissions" in said["closed"]
     assert "0 trained, 12 reused, 0 failed" in said["stored"]

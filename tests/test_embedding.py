@@ -24,20 +24,26 @@ def build(name="plain", dtype=torch.float32, **how):
     return Embedding(16, 64, **VARIANTS[name], **how).to(dtype)
 
 
-# ------------------------------------------------------------------ the article's formula
+# ---------------------------------------------------------------- the article's formula
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5),
-                                             (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize(
+    "dtype,tolerance",
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)],
+)
 def test_the_formula_is_an_rmsnorm_without_gain_and_eps(dtype, tolerance):
     e = (torch.randn(3, 5, 64) * 7).to(dtype)
     y = l2_embedding_norm(e)
     assert y.dtype == dtype
-    torch.testing.assert_close(y, RMSNorm(64, eps=0.0, gain=False)(e), atol=tolerance, rtol=0)
+    torch.testing.assert_close(
+        y, RMSNorm(64, eps=0.0, gain=False)(e), atol=tolerance, rtol=0
+    )
     literal = e.double() / e.double().norm(dim=-1, keepdim=True) * 8
     torch.testing.assert_close(y.double(), literal, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
 def test_a_zero_row_is_zero_with_a_finite_gradient(dtype):
     e = torch.randn(4, 8).to(dtype)
     e[1] = 0
@@ -95,16 +101,20 @@ def test_the_constant_is_rounded_to_the_dtype_of_the_weights(width, rounded):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_gemma(dtype):
     gemma3 = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
-    theirs = gemma3.Gemma3TextScaledWordEmbedding(16, 96, 0, embed_scale=96**0.5).to(dtype)
+    theirs = gemma3.Gemma3TextScaledWordEmbedding(16, 96, 0, embed_scale=96**0.5).to(
+        dtype
+    )
     ours = Embedding(16, 96, embed_scale=96**0.5).to(dtype)
     ours.load_state_dict(theirs.state_dict())
     assert torch.equal(ours(IDS), theirs(IDS))
 
 
-# ------------------------------------------------------------------ dtypes, compile, input
+# --------------------------------------------------------------- dtypes, compile, input
 
 @every
-@pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    "dtype,tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-5)]
+)
 def test_dtypes_agree_with_float64(name, dtype, tolerance):
     emb, exact = build(name, dtype), build(name, dtype).double()
     y, expected = emb(IDS), exact(IDS)
@@ -123,21 +133,29 @@ def test_views_and_the_compiler(name):
     torch.testing.assert_close(compiled(IDS), emb(IDS))
 
 
-@pytest.mark.parametrize("how,words", [
-    (dict(embed_scale=0), "embed_scale=0"), (dict(embed_scale=math.nan), "embed_scale=nan"),
-    (dict(embed_scale=math.inf), "embed_scale=inf"),
-    (dict(embedding_norm="rms"), "embedding_norm='rms' is not one of 'rmsnorm'"),
-    (dict(embedding_norm="layer_norm"), "embedding_norm.*did you mean 'layernorm'"),
-])
+@pytest.mark.parametrize(
+    "how,words",
+    [
+        (dict(embed_scale=0), "embed_scale=0"),
+        (dict(embed_scale=math.nan), "embed_scale=nan"),
+        (dict(embed_scale=math.inf), "embed_scale=inf"),
+        (dict(embedding_norm="rms"), "embedding_norm='rms' is not one of 'rmsnorm'"),
+        (dict(embedding_norm="layer_norm"), "embedding_norm.*did you mean 'layernorm'"),
+    ],
+)
 def test_bad_settings_are_refused_by_name(how, words):
     with pytest.raises(ValueError, match=words):
         Embedding(16, 8, **how)
 
 
 def test_bad_sizes_are_refused_by_name():
-    with pytest.raises(ValueError, match="vocab_size=0 must be a whole number from 1 up"):
+    with pytest.raises(
+        ValueError, match="vocab_size=0 must be a whole number from 1 up"
+    ):
         Embedding(0, 8)
-    with pytest.raises(ValueError, match="hidden_size=0 must be a whole number from 1 up"):
+    with pytest.raises(
+        ValueError, match="hidden_size=0 must be a whole number from 1 up"
+    ):
         Embedding(8, 0)
 
 
@@ -153,7 +171,9 @@ def test_an_embedding_for_each_layer_by_hand():
         table = each.table.weight[ids][..., part] * 2  # root of 4
         y = x @ each.proj.weight[part].T / 8 ** 0.5
         y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * nn_gain
-        torch.testing.assert_close(got[:, :, layer], (table + y) / 2 ** 0.5, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            got[:, :, layer], (table + y) / 2**0.5, rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("sizes,words", [
@@ -162,3 +182,13 @@ def test_an_embedding_for_each_layer_by_hand():
     ((0, 8, 2, 4), "vocab_size=0 must be a whole number from 1 up")])
 def test_sizes_of_an_embedding_for_each_layer(sizes, words):
     with pytest.raises(ValueError, match=words): PerLayerEmbedding(*sizes)
+
+
+def test_an_embedding_is_drawn_by_name_and_its_norm_goes_back():
+    assert Embedding.drawn == ("weight",) and not hasattr(PerLayerEmbedding, "drawn")
+    emb = Embedding(16, 8, embedding_norm="layernorm", embedding_norm_gain=True)
+    with torch.no_grad():
+        for p in emb.parameters(): p.fill_(7)
+    for module in emb.modules(): module.reset_parameters()
+    assert (emb.weight == 7).all()  # Of whoever has the seed
+    assert (emb.norm.weight == 1).all() and (emb.norm.bias == 0).all()

@@ -1,4 +1,4 @@
-"""kill -9 at ten moments, each followed by a rerun: nothing lost, nothing done twice."""
+"""kill -9 at ten moments, each followed by a rerun: nothing lost, nothing done twice."""  # noqa: E501
 import sys
 from pathlib import Path
 

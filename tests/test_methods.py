@@ -17,8 +17,17 @@ IDS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
 
 def test_the_names_of_the_paper():
     assert set(METHODS) == {
-        "baseline", "soft_temp", "soft_clip", "layer_scale", "sigma_reparam", "soft_cap",
-        "qk_norm", "qk_norm_cap", "qkv_norm", "qk_fc_norm"}
+        "baseline",
+        "soft_temp",
+        "soft_clip",
+        "layer_scale",
+        "sigma_reparam",
+        "soft_cap",
+        "qk_norm",
+        "qk_norm_cap",
+        "qkv_norm",
+        "qk_fc_norm",
+    }
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -38,7 +47,9 @@ def test_the_methods_differ_from_each_other():
 
 @pytest.mark.parametrize("name", ["qknorm", "QK_norm", "", None, 3])
 def test_unknown_method_names_the_valid_ones(name):
-    with pytest.raises(ValueError, match="method=.* is not one of 'baseline', 'soft_temp'"):
+    with pytest.raises(
+        ValueError, match="method=.* is not one of 'baseline', 'soft_temp'"
+    ):
         apply_method(name, BASE)
 
 
@@ -107,5 +118,7 @@ def test_a_method_learns(name):
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten())
         optimiser.zero_grad(); loss.backward(); optimiser.step()
         losses.append(loss.item())
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(
+        p.grad is not None and p.grad.isfinite().all() for p in model.parameters()
+    )
     assert losses[-1] < losses[0] - 0.2

@@ -1,4 +1,4 @@
-"""Norms against PyTorch and Transformers, in every dtype, compiled, and at the edges."""
+"""Norms against PyTorch and Transformers, in every dtype, compiled, and at the edges."""  # noqa: E501
 import shutil
 
 import pytest
@@ -6,7 +6,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from stabbook.norms import NORMS, L2Norm, LayerNorm, RMSNorm, choice, make_norm
+from stabbook.attention import Attention
+from stabbook.embedding import Embedding
+from stabbook.model import Decoder, ModelConfig
+from stabbook.norms import (NORMS, L2Norm, LayerNorm, LearnedScale, RMSNorm, choice,
+                            make_norm)
 
 D = 48
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -36,7 +40,10 @@ def copied(ours, theirs):
 
 @dtypes
 def test_rmsnorm_equals_torch(dtype):
-    m, x = randomised(RMSNorm(D, 1e-6, cast_before_gain=False)).to(dtype), torch.randn(7, D)
+    m, x = (
+        randomised(RMSNorm(D, 1e-6, cast_before_gain=False)).to(dtype),
+        torch.randn(7, D),
+    )
     want = F.rms_norm(x.to(dtype).double(), (D,), m.weight.double(), 1e-6)
     error = (m(x.to(dtype)).double() - want).abs().max() / want.abs().max()
     assert error < {torch.float32: 1e-6, torch.float64: 1e-14}.get(
@@ -87,11 +94,20 @@ def test_equals_transformers(family, dtype):
     from importlib import import_module
     name, options = FAMILIES[family]
     module = import_module(f"transformers.models.{family}.modeling_{family}")
-    ours, theirs = copied(RMSNorm(D, 1e-6, **options), getattr(module, name)(D, eps=1e-6))
-    ours, theirs, x = ours.to(dtype), theirs.to(dtype), (3 * torch.randn(64, D)).to(dtype)
+    ours, theirs = copied(
+        RMSNorm(D, 1e-6, **options), getattr(module, name)(D, eps=1e-6)
+    )
+    ours, theirs, x = (
+        ours.to(dtype),
+        theirs.to(dtype),
+        (3 * torch.randn(64, D)).to(dtype),
+    )
     if dtype == torch.bfloat16:
         assert torch.equal(ours(x), theirs(x))
-        other = {**options, "cast_before_gain": not options.get("cast_before_gain", True)}
+        other = {
+            **options,
+            "cast_before_gain": not options.get("cast_before_gain", True),
+        }
         swapped = RMSNorm(D, 1e-6, **other).to(dtype)
         swapped.load_state_dict(ours.state_dict())
         assert not torch.equal(swapped(x), theirs(x))        # the order does matter
@@ -290,5 +306,86 @@ def test_choice_returns_what_is_allowed_and_makes_no_wild_guess():
 
 
 def test_layernorm_without_gain_has_no_bias():
-    assert LayerNorm(4, gain=False).bias is None and list(LayerNorm(4).state_dict()) == [
-        "weight", "bias"]
+    assert LayerNorm(4, gain=False).bias is None and list(
+        LayerNorm(4).state_dict()
+    ) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layernorm_rounds_once_as_every_peer_does(dtype):
+    "By default the gain comes before the cast: nn.LayerNorm, apex, Cohere."
+    m, x = randomised(LayerNorm(D)).to(dtype), torch.randn(256, D).to(dtype)
+    wide = F.layer_norm(x.double(), (D,), m.weight.double(), m.bias.double())
+    peer = F.layer_norm(x, (D,), m.weight, m.bias)
+    off = lambda y, want: (y != want).double().mean().item()
+    assert off(m(x), wide.to(dtype)) < 0.001 and off(m(x), peer) < 0.001
+    m.cast_before_gain = True  # What it was: rounded three times
+    assert off(m(x), wide.to(dtype)) > 0.1 and off(m(x), peer) > 0.1
+
+
+def test_layernorm_equals_cohere_in_half_precision():
+    cohere = pytest.importorskip("transformers.models.cohere.modeling_cohere")
+    m, x = (
+        randomised(LayerNorm(D, bias=False)).bfloat16(),
+        torch.randn(64, D).bfloat16(),
+    )
+    theirs = cohere.CohereLayerNorm(D, eps=1e-5).bfloat16()
+    theirs.load_state_dict(m.state_dict())
+    assert (m(x) == theirs(x)).double().mean() > 0.999
+
+
+def test_the_order_of_the_cast_moves_nothing_in_fp32():
+    m, x = randomised(LayerNorm(D)), torch.randn(64, D)
+    y, m.cast_before_gain = m(x), True
+    assert torch.equal(y, m(x))
+
+
+class DyT(nn.Module):
+    "No norm at all: tanh (Zhu et al. 2025). What a registry is for."
+    def __init__(self, dim, eps, *, gain=True, **_):
+        super().__init__()
+        self.dim, self.alpha = dim, nn.Parameter(torch.full((1,), 0.5))
+
+    def reset_parameters(self): nn.init.constant_(self.alpha, 0.5)
+    def forward(self, x): return torch.tanh(self.alpha * x)
+
+
+def test_a_norm_added_at_run_time_is_valid_everywhere(monkeypatch):
+    for build in (
+        lambda: make_norm("dyt", D, 1e-6),
+        lambda: Attention(D, 2, qk_norm="dyt"),
+        lambda: Embedding(7, D, embedding_norm="dyt"),
+    ):
+        with pytest.raises(ValueError, match="norm='dyt' is not one of"): build()
+    monkeypatch.setitem(NORMS, "dyt", DyT)
+    x = torch.randn(2, 5, D)
+    assert torch.equal(make_norm("dyt", D, 1e-6)(x), torch.tanh(0.5 * x))
+    attention = Attention(D, 2, qk_norm="dyt", v_norm="dyt")
+    assert sum(isinstance(m, DyT) for m in attention.modules()) == 3
+    attention(x).sum().backward()
+    assert all(
+        m.alpha.grad.abs() > 0 for m in attention.modules() if isinstance(m, DyT)
+    )
+    e = Embedding(7, D, embedding_norm="dyt")
+    ids = torch.arange(7)[None]
+    assert torch.equal(e(ids), torch.tanh(0.5 * e.weight[ids]))
+    model = Decoder(ModelConfig(norm="dyt", qk_norm="dyt", num_hidden_layers=2))
+    assert (
+        sum(isinstance(m, DyT) for m in model.modules()) == 9
+    )  # 4 a layer, and the last
+    assert model(ids).isfinite().all()
+
+
+def test_a_learned_scale_stands_for_its_start_and_goes_back_to_it():
+    scale = LearnedScale(3, init=0.05, stored=0.25)
+    torch.testing.assert_close(scale(), torch.full((3,), 0.05))
+    assert torch.equal(scale.weight, torch.full((3,), 0.25))
+    with torch.no_grad(): scale.weight.fill_(0.5)
+    torch.testing.assert_close(scale(), torch.full((3,), 0.1))
+    scale.reset_parameters()
+    torch.testing.assert_close(scale(), torch.full((3,), 0.05))
+    for how, words in (
+        (dict(stored=0), "stored=0 must be"),
+        (dict(init=None), "init=None"),
+    ):
+        with pytest.raises(ValueError, match=words): LearnedScale(3, **how)

@@ -1,4 +1,4 @@
-"""The notebooks keep the rules of the house, and survive the tools (traps T1 to T18)."""
+"""The notebooks keep the rules of the house, and survive the tools (traps T1 to T18)."""  # noqa: E501
 import ast
 import json
 import re
@@ -18,24 +18,41 @@ NOTEBOOKS = {f.relative_to(ROOT / "nbs").with_suffix("").as_posix(): f
 CHAPTERS = [n for n in NOTEBOOKS if re.match(r"\d\d_", n)]
 EXPERIMENTS = [n for n in NOTEBOOKS if n.startswith("experiments/")]
 PROSE = sorted((ROOT / "nbs").rglob("*.md"))
-MODULES = {".".join(f.relative_to(ROOT / "stabbook").with_suffix("").parts): f
-           for f in sorted((ROOT / "stabbook").rglob("*.py"))
-           if f.name != "_modidx.py" and f.relative_to(ROOT / "stabbook") != Path("__init__.py")}
+MODULES = {
+    ".".join(f.relative_to(ROOT / "stabbook").with_suffix("").parts): f
+    for f in sorted((ROOT / "stabbook").rglob("*.py"))
+    if f.name != "_modidx.py"
+    and f.relative_to(ROOT / "stabbook") != Path("__init__.py")
+}
 MAX_COLUMNS, MAX_LINES, MAX_LINES_EXPORTED = 88, 25, 40
 FENCE = re.compile(r"^(`{3,}|~{3,}|:{3,}).*?^\1", re.M | re.S)
 
 # Which modules stand on which floor (the design's table): imports go down only.
-FLOORS = (("core", "files", "paper", "machine"), ("norms", "rope", "softcap", "stats"),
-          ("attention", "mlp", "embedding", "reparam", "residual"),
-          ("config", "decoder", "model"), ("methods", "families"),
-          ("data", "run", "update", "fast", "ranks", "checkpoint", "train", "monitor"), ("metrics", "store", "sweep"),
-          ("bench", "plots", "cli"))
+FLOORS = (
+    ("core", "files", "paper", "machine"),
+    ("norms", "rope", "softcap", "mask", "stats"),
+    ("attention", "mlp", "embedding", "reparam", "residual"),
+    ("config", "decoder", "model"),
+    ("methods", "families"),
+    ("data", "run", "update", "fast", "ranks", "checkpoint", "train", "monitor"),
+    ("metrics", "store", "sweep"),
+    ("bench", "looks", "plots", "cli"),
+)
 # Neighbours on one floor: who may look into whose room.
-SAME_FLOOR = {"decoder": {"config"}, "model": {"config", "decoder"},
-              "families": {"methods"}, "run": {"data"},
-              "train": {"data", "run", "update", "fast", "ranks", "checkpoint"},
-              "fast": {"run", "update"}, "update": {"run"}, "store": {"metrics"}, "sweep": {"store", "metrics"},
-              "cli": {"plots", "bench"}, "bench": {"plots"}}
+SAME_FLOOR = {
+    "decoder": {"config"},
+    "model": {"config", "decoder"},
+    "families": {"methods"},
+    "run": {"data"},
+    "train": {"data", "run", "update", "fast", "ranks", "checkpoint"},
+    "fast": {"run", "update"},
+    "update": {"run"},
+    "store": {"metrics"},
+    "sweep": {"store", "metrics"},
+    "cli": {"plots", "bench"},
+    "bench": {"plots"},
+    "plots": {"looks"},
+}
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Which of the packages that are heavy or optional may stand at a module's top level.
 OPTIONAL = {"matplotlib", "seaborn", "gensim", "transformers", "ray", "dask",
@@ -82,13 +99,17 @@ def test_kernel_is_python3(name):                                          # T17
 def test_is_committed_without_outputs_and_run_metadata(name):              # T9
     notebook = read(name)
     left = [i for i, c in code(notebook) if c.outputs or c.execution_count]
-    assert not left, f"{name}: cells {left} carry outputs; run nbdev_clean, clear outputs"
+    assert not left, (
+        f"{name}: cells {left} carry outputs; run nbdev_clean, clear outputs"
+    )
     assert "papermill" not in json.dumps(notebook.metadata)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiment_has_one_parameters_cell_with_scale(name):              # T1
-    tagged = [c for _, c in code(read(name)) if "parameters" in c.metadata.get("tags", [])]
+def test_experiment_has_one_parameters_cell_with_scale(name):  # T1
+    tagged = [
+        c for _, c in code(read(name)) if "parameters" in c.metadata.get("tags", [])
+    ]
     assert len(tagged) == 1, f"{name}: exactly one cell must be tagged 'parameters'"
     values = {t.id: ast.literal_eval(node.value) for node in parsed(tagged[0]).body
               for t in getattr(node, "targets", [getattr(node, "target", None)])}
@@ -127,8 +148,11 @@ def test_settings_that_the_traps_ask_for():                      # T1, T2, and p
 def test_one_notebook_is_one_module_and_none_is_orphaned():                # T16
     made = {}
     for name in NOTEBOOKS:
-        for module in re.findall(r"^#\s*\|\s*default_exp\s+(\S+)",
-                                 "\n".join(c.source for _, c in code(read(name))), re.M):
+        for module in re.findall(
+            r"^#\s*\|\s*default_exp\s+(\S+)",
+            "\n".join(c.source for _, c in code(read(name))),
+            re.M,
+        ):
             made.setdefault(module, []).append(name)
     assert {m: n for m, n in made.items() if len(n) > 1} == {}
     assert set(MODULES) == set(made)
@@ -162,8 +186,14 @@ def test_build_products_are_not_committed():                               # T9
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         pytest.skip("not a git checkout")
-    bad = [f for f in done.stdout.splitlines() if re.match(
-        r"book/_(stage|build|cache)/|book/results/[^/]+/smoke/|.*\.ipynb_checkpoints", f)]
+    bad = [
+        f
+        for f in done.stdout.splitlines()
+        if re.match(
+            r"book/_(stage|build|cache)/|book/results/[^/]+/smoke/|.*\.ipynb_checkpoints",
+            f,
+        )
+    ]
     assert bad == []
 
 
@@ -186,8 +216,11 @@ def test_code_fits_the_column_and_the_screen(name):
         limit = MAX_LINES_EXPORTED if "export" in cell.source[:80] else MAX_LINES
         if len(lines) > limit and not is_field_table(cell):
             faults.append(f"cell {i}: {len(lines)} lines; at most {limit}: split it")
-        faults += [f"cell {i}: {len(x)} columns; at most {MAX_COLUMNS}: {x.strip()[:40]}"
-                   for x in lines if len(x) > MAX_COLUMNS]
+        faults += [
+            f"cell {i}: {len(x)} columns; at most {MAX_COLUMNS}: {x.strip()[:40]}"
+            for x in lines
+            if len(x) > MAX_COLUMNS
+        ]
     assert not faults, "\n".join([name, *faults])
 
 
@@ -224,7 +257,9 @@ def test_plain_english(file):
         text = "\n".join(c.source for c in cells if c.cell_type == "markdown")
     else:
         text = file.read_text("utf-8")
-    found = re.findall(r"\b(?:e\.g\.|i\.e\.|etc\.|cf\.|viz\.)|[\U0001F300-\U0001FAFF]", text)
+    found = re.findall(
+        r"\b(?:e\.g\.|i\.e\.|etc\.|cf\.|viz\.)|[\U0001F300-\U0001FAFF]", text
+    )
     assert not found, f"{file.name}: {found}; write it in plain words"
 
 
@@ -234,8 +269,11 @@ def imports(file, inside=True):
     "(level, module) that a file imports: absolute names, also those inside functions"
     here = ["stabbook", *file.relative_to(ROOT / "stabbook").parent.parts]
     tree = ast.parse(file.read_text("utf-8"))
-    top = [n for s in tree.body for n in (ast.walk(s) if isinstance(s, (ast.If, ast.Try))
-                                          else [s])]
+    top = [
+        n
+        for s in tree.body
+        for n in (ast.walk(s) if isinstance(s, (ast.If, ast.Try)) else [s])
+    ]
     for node in ast.walk(tree) if inside else top:
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names)

@@ -92,7 +92,9 @@ def test_looks_are_distinct_and_stable():
 def test_palette_is_that_of_the_css():
     css = Path(__file__).parents[1] / "book" / "_static" / "custom.css"
     if not css.exists(): pytest.skip("the package is tested without its book")
-    found = dict(re.findall(r"--method-([a-z-]+):\s*(#[0-9A-Fa-f]{6})", css.read_text()))
+    found = dict(
+        re.findall(r"--method-([a-z-]+):\s*(#[0-9A-Fa-f]{6})", css.read_text())
+    )
     want = {m.replace("_", "-"): c for m, (c, _, _) in P.PALETTE.items()}
     assert {k: v.upper() for k, v in found.items()} == want
 
@@ -146,7 +148,9 @@ def test_layout_and_ground_of_every_figure(runs):
         try: check_layout(fig)
         except AssertionError as e: raise AssertionError(f"{name}: {e}") from None
         assert fig.get_facecolor() == (1, 1, 1, 1), name
-        small = min(t.get_fontsize() for t in fig.findobj(mpl.text.Text) if t.get_text())
+        small = min(
+            t.get_fontsize() for t in fig.findobj(mpl.text.Text) if t.get_text()
+        )
         pixels = small / 72 / fig.get_figwidth() * 343  # at the width of a phone
         assert pixels > 7, (name, small)
 
@@ -225,7 +229,10 @@ def test_ranking_is_sorted_and_shows_bounds(runs):
     runs.loc[runs.method == "soft_clip", "diverged"] = True
     ax = P.ranking(runs)
     names = [t.get_text() for t in ax.get_yticklabels()]
-    assert names[0] == "clipped softmax" and set(names[-2:]) == {"QKV-norm", "QK-norm + cap"}
+    assert names[0] == "clipped softmax" and set(names[-2:]) == {
+        "QKV-norm",
+        "QK-norm + cap",
+    }
     shown = " ".join(t.get_text() for t in ax.texts)
     assert "> 1" in shown and "< 0.003" in shown and "inf" not in shown
     ratio = P.ranking(runs, ratio_to="qkv_norm")
@@ -236,7 +243,10 @@ def test_ranking_is_sorted_and_shows_bounds(runs):
 def test_paper_and_ours_stand_in_two_columns(runs):
     fig = P.paper_vs_ours(runs)
     left, right = fig.axes
-    assert (left.get_title("left"), right.get_title("left")) == ("the paper", "this book")
+    assert (left.get_title("left"), right.get_title("left")) == (
+        "the paper",
+        "this book",
+    )
     said = {t.get_text() for t in left.texts}
     assert said == {"1×", "1.3×", "3.3×", "6.7×", "10×"}
     ours = metrics.highest_stable_lr(RATES, [4 * (r > .02 * 1.7**6) for r in RATES], 4)
@@ -285,7 +295,9 @@ def test_bad_input_is_named(runs):
     with pytest.raises(ValueError, match="runs= must be a table"):
         P.curves_band({"a": [1.0]}, "loss")
     with pytest.raises(ValueError, match="no run in common"):
-        P.curves_band({"a": [1.0]}, "loss", runs=pd.DataFrame(dict(key=["b"], method="x")))
+        P.curves_band(
+            {"a": [1.0]}, "loss", runs=pd.DataFrame(dict(key=["b"], method="x"))
+        )
     with pytest.raises(ValueError, match="runs is empty"):
         P.ranking(runs.iloc[:0])
     assert math.isclose(HIGHEST_LR["qkv_norm"] / HIGHEST_LR["qk_norm"], 1.5)

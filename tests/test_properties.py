@@ -1,4 +1,4 @@
-"""Random configs: refused in words when built, or a model that does all a model must do."""
+"""Random configs: refused in words when built, or a model that does all a model must do."""  # noqa: E501
 import dataclasses
 import math
 import os
@@ -29,35 +29,96 @@ def maybe(strategy):
 
 
 size, scale = st.integers(1, 16), st.floats(0.05, 20)
-FITS = {name: some(list(values)) for name, values in CHOICES.items()} | {
-    f.name: st.booleans() for f in dataclasses.fields(ModelConfig) if f.type is bool} | {
-    "vocab_size": st.integers(4, 12), "hidden_size": some([4, 8, 12, 16, 5]),
-    "num_hidden_layers": st.integers(1, 2), "num_attention_heads": some([1, 2, 4, 3]),
-    "num_key_value_heads": maybe(some([1, 2, 4])), "head_dim": maybe(some([2, 4, 6, 3, 1])),
-    "intermediate_size": maybe(size), "norm_eps": some([1e-5, 1e-6, 1e-3, 1e-12]),
-    "attn_logit_softcapping": maybe(scale), "final_logit_softcapping": maybe(scale),
-    "attn_logit_temperature": scale, "query_pre_attn_scalar": maybe(scale),
-    "attn_prob_clip": maybe(st.tuples(st.floats(1, 1.2), st.floats(-0.2, 0))),
-    "sliding_window": maybe(st.integers(1, 9)), "rope_theta": maybe(st.floats(1, 1e6)),
-    "partial_rotary_factor": some([1.0, 0.5, 0.25, 0.3]), "embed_scale": maybe(scale),
-    "layer_scale_init": maybe(st.floats(1e-6, 1)), "initializer_range": st.floats(0.005, 0.5),
-    "layer_pattern": maybe(some([({"sliding_window": 3},), ({}, {"rope_theta": None})])),
-    "rope_scaling": maybe(some([dict(rope_type="linear", factor=2.0), dict(
-        rope_type="yarn", factor=4.0, original_max_position_embeddings=8.0)])),
-    "attention_chunk_size": maybe(st.integers(1, 9)), "logit_scale": maybe(scale),
-    "attn_temperature_scale": maybe(st.floats(0.01, 1)),
-    "attn_temperature_floor": st.integers(1, 20), "learned_positions": maybe(st.just(16)),
-    "kv_lora_rank": maybe(size), "q_lora_rank": maybe(size), "v_head_dim": maybe(size),
-    "qk_nope_head_dim": maybe(size), "qk_rope_head_dim": maybe(some([2, 4, 3])),
-    "latent_norm_eps": some([1e-6, 1e-5]), "swiglu_alpha": scale, "swiglu_limit": scale,
-    "num_experts": maybe(st.integers(1, 4)), "num_experts_per_tok": st.integers(1, 3),
-    "moe_intermediate_size": maybe(size), "num_shared_experts": maybe(st.integers(1, 2)),
-    "n_group": maybe(some([1, 2])), "topk_group": maybe(some([1, 2])),
-    "routed_scaling_factor": scale, "num_kv_shared_layers": maybe(st.just(1)),
-    "hidden_size_per_layer_input": maybe(some([1, 4]))}
-RUBBISH = some([0, -1, 1.5, 10 ** 400, True, None, math.nan, math.inf, -0.5, "4", "", [4],
-                (), b"x", 3 + 0j, "qknorm", "Rmsnorm", (0.5, 0), (1, 0.5), (1, math.nan),
-                np.float64("nan"), np.int64(0), np.float32(-1), object])
+FITS = (
+    {name: some(list(values)) for name, values in CHOICES.items()}
+    | {f.name: st.booleans() for f in dataclasses.fields(ModelConfig) if f.type is bool}
+    | {
+        "vocab_size": st.integers(4, 12),
+        "hidden_size": some([4, 8, 12, 16, 5]),
+        "num_hidden_layers": st.integers(1, 2),
+        "num_attention_heads": some([1, 2, 4, 3]),
+        "num_key_value_heads": maybe(some([1, 2, 4])),
+        "head_dim": maybe(some([2, 4, 6, 3, 1])),
+        "intermediate_size": maybe(size),
+        "norm_eps": some([1e-5, 1e-6, 1e-3, 1e-12]),
+        "attn_logit_softcapping": maybe(scale),
+        "final_logit_softcapping": maybe(scale),
+        "attn_logit_multiplier": scale,
+        "query_pre_attn_scalar": maybe(scale),
+        "attn_prob_clip": maybe(st.tuples(st.floats(1, 1.2), st.floats(-0.2, 0))),
+        "sliding_window": maybe(st.integers(1, 9)),
+        "rope_theta": maybe(st.floats(1, 1e6)),
+        "partial_rotary_factor": some([1.0, 0.5, 0.25, 0.3]),
+        "embed_scale": maybe(scale),
+        "layer_scale_init": maybe(st.floats(1e-6, 1)),
+        "initializer_range": st.floats(0.005, 0.5),
+        "layer_pattern": maybe(
+            some([({"sliding_window": 3},), ({}, {"rope_theta": None})])
+        ),
+        "rope_scaling": maybe(
+            some(
+                [
+                    dict(rope_type="linear", factor=2.0),
+                    dict(
+                        rope_type="yarn",
+                        factor=4.0,
+                        original_max_position_embeddings=8.0,
+                    ),
+                ]
+            )
+        ),
+        "attention_chunk_size": maybe(st.integers(1, 9)),
+        "logit_scale": maybe(scale),
+        "attn_temperature_scale": maybe(st.floats(0.01, 1)),
+        "attn_temperature_floor": st.integers(1, 20),
+        "learned_positions": maybe(st.just(16)),
+        "kv_lora_rank": maybe(size),
+        "q_lora_rank": maybe(size),
+        "v_head_dim": maybe(size),
+        "qk_nope_head_dim": maybe(size),
+        "qk_rope_head_dim": maybe(some([2, 4, 3])),
+        "latent_norm_eps": some([1e-6, 1e-5]),
+        "swiglu_alpha": scale,
+        "swiglu_limit": scale,
+        "num_experts": maybe(st.integers(1, 4)),
+        "num_experts_per_tok": st.integers(1, 3),
+        "moe_intermediate_size": maybe(size),
+        "num_shared_experts": maybe(st.integers(1, 2)),
+        "n_group": maybe(some([1, 2])),
+        "topk_group": maybe(some([1, 2])),
+        "routed_scaling_factor": scale,
+        "num_kv_shared_layers": maybe(st.just(1)),
+        "hidden_size_per_layer_input": maybe(some([1, 4])),
+    }
+)
+RUBBISH = some(
+    [
+        0,
+        -1,
+        1.5,
+        10**400,
+        True,
+        None,
+        math.nan,
+        math.inf,
+        -0.5,
+        "4",
+        "",
+        [4],
+        (),
+        b"x",
+        3 + 0j,
+        "qknorm",
+        "Rmsnorm",
+        (0.5, 0),
+        (1, 0.5),
+        (1, math.nan),
+        np.float64("nan"),
+        np.int64(0),
+        np.float32(-1),
+        object,
+    ]
+)
 
 
 @st.composite
@@ -116,7 +177,9 @@ def test_what_is_built_is_causal_finite_and_survives_its_state_dict(fields, seed
     config = built(fields)
     if config is None: return
     model = Decoder(config, seed).eval()
-    ids = torch.randint(config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(seed)
+    )
     logits = model(ids)
     assert logits.shape == (2, 9, config.vocab_size) and logits.isfinite().all()
     other = ids.clone()
@@ -138,14 +201,18 @@ def test_what_is_built_trains_a_step(fields):
     record = train(run_of(config), compile=False, device="cpu", probe=keep)
     assert record.summary["status"] == "done", record.summary
     for name, curve in record.curves.items(): assert np.isfinite(curve).all(), name
-    assert any(not torch.equal(before[n], after[n]) for n in before), "nothing was learned"
+    assert any(not torch.equal(before[n], after[n]) for n in before), (
+        "nothing was learned"
+    )
 
 
 def one_loss(config, compiled):
     "Loss and gradient norm of a first batch"
     ws = Workspace(config, "float32", 0.0, "cpu", compiled)
     ws.reset(run_of(config))
-    ids = load_corpus(CORPUS).window("train", load_corpus(CORPUS).offsets(1, 2, 8, 0)[0], 8)
+    ids = load_corpus(CORPUS).window(
+        "train", load_corpus(CORPUS).offsets(1, 2, 8, 0)[0], 8
+    )
     loss = ws.loss(ids)[0]
     loss.backward()
     return loss.item(), sum(f.grad.norm().item() for f in ws.flats)
@@ -155,7 +222,9 @@ def check_compiled(fields):
     config = trainable(fields)
     if config is None: return
     torch._dynamo.reset()
-    np.testing.assert_allclose(one_loss(config, True), one_loss(config, False), rtol=2e-3)
+    np.testing.assert_allclose(
+        one_loss(config, True), one_loss(config, False), rtol=2e-3
+    )
 
 
 @settings(max_examples=8, **STEADY)
@@ -164,7 +233,9 @@ def test_what_is_built_is_one_graph(fields):
     "Captured whole, forward and backward, without generating code"
     real = torch.compile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda f, **kw: real(f, backend="aot_eager", **kw))
+        patch.setattr(
+            torch, "compile", lambda f, **kw: real(f, backend="aot_eager", **kw)
+        )
         check_compiled(fields)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding against Transformers, its invariances, dtypes, compile, bad input."""
+"""Rotary embedding against Transformers, its invariances, dtypes, compile, bad input."""  # noqa: E501
 import shutil
 
 import pytest
@@ -53,7 +53,9 @@ def test_frequencies_equal_transformers():
     module = transformers_module("llama")
     from transformers import LlamaConfig
     config = LlamaConfig(hidden_size=4 * C, num_attention_heads=4, head_dim=C)
-    cos, sin = module.LlamaRotaryEmbedding(config)(torch.empty(0), torch.arange(T)[None])
+    cos, sin = module.LlamaRotaryEmbedding(config)(
+        torch.empty(0), torch.arange(T)[None]
+    )
     rotation = RotaryEmbedding(C)(torch.arange(T))
     assert torch.allclose(rotation.cos[:, :, 0], cos, atol=1e-6)
     assert torch.allclose(rotation.sin[:, :, 0], sin, atol=1e-6)
@@ -64,9 +66,13 @@ LONG = dict(factor=8.0, original_max_position_embeddings=64)
 RECIPES = {
     "linear": dict(rope_type="linear", factor=4.0),
     "back": dict(rope_type="linear", factor=-1.0),
-    "llama3": dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, **LONG),
+    "llama3": dict(
+        rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, **LONG
+    ),
     "yarn": dict(rope_type="yarn", **LONG),
-    "yarn_ramp": dict(rope_type="yarn", truncate=False, beta_fast=4.0, beta_slow=0.5, **LONG),
+    "yarn_ramp": dict(
+        rope_type="yarn", truncate=False, beta_fast=4.0, beta_slow=0.5, **LONG
+    ),
     "yarn_factor": dict(rope_type="yarn", attention_factor=1.5, **LONG),
     "yarn_mscale": dict(rope_type="yarn", mscale=0.7, mscale_all_dim=1.0, **LONG),
     "proportional": dict(rope_type="proportional"),
@@ -80,8 +86,13 @@ def test_scalings_equal_transformers(name, partial):
     from transformers import LlamaConfig
     recipe = dict(RECIPES[name])
     if name == "back": recipe["factor"] = 1.0
-    config = LlamaConfig(hidden_size=128, num_attention_heads=4, head_dim=32, max_position_embeddings=512,
-                         rope_parameters=dict(rope_theta=5e4, partial_rotary_factor=partial, **recipe))
+    config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=4,
+        head_dim=32,
+        max_position_embeddings=512,
+        rope_parameters=dict(rope_theta=5e4, partial_rotary_factor=partial, **recipe),
+    )
     theirs = module.LlamaRotaryEmbedding(config)
     ours = RotaryEmbedding(32, rope_theta=5e4, partial_rotary_factor=partial,
                            rope_scaling=RECIPES[name])
@@ -99,26 +110,69 @@ def test_scalings_equal_transformers(name, partial):
         assert plain.shape != frequencies.shape or not torch.equal(plain, frequencies)
 
 
-@pytest.mark.parametrize("value, words", [
-    ({}, "must be a mapping with rope_type"), (3, "must be a mapping"), ("yarn", "must be a mapping"),
-    (dict(rope_type="yarm"), "did you mean 'yarn'"),
-    (dict(rope_type="yarn", factor=2.0), "original_max_position_embeddings too"),
-    (dict(rope_type="linear", factor=2.0, rope_theta=1e4), "'rope_theta' is not one of"),
-    (dict(rope_type="linear", factor=0), "factor'.=0 must be"),
-    (dict(rope_type="linear", factor=True), "factor'.=True must be"),
-    (dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, factor=-2.0,
-          original_max_position_embeddings=64), "factor'.=-2.0 must be"),
-    (dict(rope_type="yarn", truncate=1, **LONG), "truncate'.=1 must be True or False")])
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        ({}, "must be a mapping with rope_type"),
+        (3, "must be a mapping"),
+        ("yarn", "must be a mapping"),
+        (dict(rope_type="yarm"), "did you mean 'yarn'"),
+        (dict(rope_type="yarn", factor=2.0), "original_max_position_embeddings too"),
+        (
+            dict(rope_type="linear", factor=2.0, rope_theta=1e4),
+            "'rope_theta' is not one of",
+        ),
+        (dict(rope_type="linear", factor=0), "factor'.=0 must be"),
+        (dict(rope_type="linear", factor=True), "factor'.=True must be"),
+        (
+            dict(
+                rope_type="llama3",
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                factor=-2.0,
+                original_max_position_embeddings=64,
+            ),
+            "factor'.=-2.0 must be",
+        ),
+        (
+            dict(rope_type="yarn", truncate=1, **LONG),
+            "truncate'.=1 must be True or False",
+        ),
+    ],
+)
 def test_bad_scalings_are_refused(value, words):
     with pytest.raises(ValueError, match=words): RotaryEmbedding(C, rope_scaling=value)
 
 
 def test_scalings_have_one_form():
     a = check_rope_scaling(dict(rope_type="linear", factor=4))
-    assert a == check_rope_scaling([["factor", 4.0], ["rope_type", "linear"]]) == check_rope_scaling(a)
+    assert (
+        a
+        == check_rope_scaling([["factor", 4.0], ["rope_type", "linear"]])
+        == check_rope_scaling(a)
+    )
     assert hash(a) and isinstance(dict(a)["factor"], float)
     b = dict(rope_type="yarn", attention_factor=None, **LONG)
     assert check_rope_scaling(b) == check_rope_scaling(RECIPES["yarn"])
+
+
+def test_proportional_takes_any_even_head():
+    "A quarter of 12 channels is odd, but the whole head is the ladder."
+    rope = RotaryEmbedding(12, partial_rotary_factor=0.25,
+                           rope_scaling={"rope_type": "proportional"})
+    x = torch.randn(1, 5, 1, 12)
+    y = rope(torch.arange(5))(x)
+    still = torch.ones(12, dtype=torch.bool).index_fill(0, torch.tensor([0, 6]), False)
+    assert torch.equal(y[..., still], x[..., still])
+    assert (y - x)[:, 1:][..., ~still].abs().min() > 0
+
+
+def test_yarn_refuses_a_base_without_a_logarithm():
+    with pytest.raises(
+        ValueError, match="rope_theta=1.0 must be a finite number above 1"
+    ):
+        RotaryEmbedding(C, rope_theta=1.0, rope_scaling=RECIPES["yarn"])
+    RotaryEmbedding(C, rope_theta=1.0, rope_scaling=RECIPES["linear"])
 
 
 # --- what a rotation keeps
@@ -273,7 +327,9 @@ def test_compiles_as_one_graph(interleaved):
     up = torch.randn(B, T, H, C)
     compiled(a, torch.arange(T)).backward(up), f(b, torch.arange(T)).backward(up)
     assert torch.allclose(a.grad, b.grad, atol=1e-6)
-    assert torch.allclose(compiled(a, torch.arange(T)), f(b, torch.arange(T)), atol=1e-6)
+    assert torch.allclose(
+        compiled(a, torch.arange(T)), f(b, torch.arange(T)), atol=1e-6
+    )
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
@@ -292,14 +348,32 @@ def test_gradcheck():
 
 # --- bad input
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: RotaryEmbedding(7), "head_dim=7.*must be even and above 0"),
-    (lambda: RotaryEmbedding(8, partial_rotary_factor=0.1), "gives 0 rotary channels"),
-    (lambda: RotaryEmbedding(8, partial_rotary_factor=1.5), r"must be in \(0, 1\]"),
-    (lambda: RotaryEmbedding(8, partial_rotary_factor=float("nan")), r"in \(0, 1\]"),
-    (lambda: RotaryEmbedding(8, rope_theta=0.0), "rope_theta=0.0 must be above 0"),
-    (lambda: RotaryEmbedding(8)(torch.arange(2))(torch.ones(1, 2, 1, 16)),
-     "16 channels a head.*head_dim=8")])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: RotaryEmbedding(7), "head_dim=7.*must be even and above 0"),
+        (
+            lambda: RotaryEmbedding(8, partial_rotary_factor=0.1),
+            "gives 0 rotary channels",
+        ),
+        (
+            lambda: RotaryEmbedding(8, partial_rotary_factor=1.5),
+            "partial_rotary_factor=1.5 must be a finite number above 0 and to 1",
+        ),
+        (
+            lambda: RotaryEmbedding(8, partial_rotary_factor=float("nan")),
+            "partial_rotary_factor=nan must be",
+        ),
+        (
+            lambda: RotaryEmbedding(8, rope_theta=0.0),
+            "rope_theta=0.0 must be a finite number above 0",
+        ),
+        (
+            lambda: RotaryEmbedding(8)(torch.arange(2))(torch.ones(1, 2, 1, 16)),
+            "16 channels a head.*head_dim=8",
+        ),
+    ],
+)
 def test_refuses(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -323,7 +397,9 @@ def test_angles_have_both_channels_of_a_pair():
 def test_three_ways_to_round_a_rotation(interleaved):
     "By hand, on complex numbers' real parts; in fp32 all three are one."
     q, at = queries(torch.bfloat16), torch.arange(9)
-    make = lambda p: RotaryEmbedding(q.shape[-1], interleaved=interleaved, rope_precision=p)
+    make = lambda p: RotaryEmbedding(
+        q.shape[-1], interleaved=interleaved, rope_precision=p
+    )
     at = torch.arange(q.shape[1])
     plain = make("input")(at)
     cos, turn, other = plain.cos, plain.turn, swap_pairs(q, interleaved)
@@ -331,11 +407,15 @@ def test_three_ways_to_round_a_rotation(interleaved):
     assert torch.equal(plain(q), q * rounded[0] + other * rounded[1])
     mixed = q.float() * rounded[0].float() + other.float() * rounded[1].float()
     assert torch.equal(make("mixed")(at)(q), mixed.bfloat16())
-    assert torch.equal(make("fp32")(at)(q), (q.float() * cos + other.float() * turn).bfloat16())
+    assert torch.equal(
+        make("fp32")(at)(q), (q.float() * cos + other.float() * turn).bfloat16()
+    )
     for dtype in (torch.float32, torch.float64):
         wide = queries(dtype)
         want = make("input")(at, dtype)(wide)
         assert want.dtype == dtype
         for p in ("mixed", "fp32"): assert torch.equal(make(p)(at, dtype)(wide), want)
-    with pytest.raises(ValueError, match="rope_precision='bf16' is not one of input, mixed, fp32"):
+    with pytest.raises(
+        ValueError, match="rope_precision='bf16' is not one of 'input', 'mixed', 'fp32'"
+    ):
         make("bf16")

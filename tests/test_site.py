@@ -128,7 +128,9 @@ def test_internal_links_and_anchors_resolve(pages):
                     path += "index.html"
                 if not (SITE / path).is_file():
                     broken.append(f"{page.name}: {link} leads to no file")
-                elif anchor and path in pages and unquote(anchor) not in pages[path].ids:
+                elif (
+                    anchor and path in pages and unquote(anchor) not in pages[path].ids
+                ):
                     broken.append(f"{page.name}: {link} has no such anchor")
     assert not broken, "\n".join(sorted(set(broken)))
 
@@ -180,13 +182,18 @@ def test_every_figure_has_a_number_and_a_caption(chapters):
 
 def test_no_page_shows_its_scaffolding(chapters):
     "No nbdev directive, parameters cell, progress bar, address or machine path."
-    rubble = {r"#\|": "an nbdev directive", r"default_exp": "an nbdev directive",
-              r"injected-parameters": "papermill's cell", r" at 0x[0-9a-f]+": "an address",
-              r"/(work|tmp|root|home|mnt)/\w": "a path of the building machine",
-              r"\d+%\|": "a progress bar", r"(it/s|s/it)\b": "a progress bar",
-              r"papermill\.": "papermill's metadata",
-              r"(Future|Deprecation|User|Runtime)Warning": "a warning",
-              r"\\\(|\$\$": "unrendered math"}
+    rubble = {
+        r"#\|": "an nbdev directive",
+        r"default_exp": "an nbdev directive",
+        r"injected-parameters": "papermill's cell",
+        r" at 0x[0-9a-f]+": "an address",
+        r"/(work|tmp|root|home|mnt)/\w": "a path of the building machine",
+        r"\d+%\|": "a progress bar",
+        r"(it/s|s/it)\b": "a progress bar",
+        r"papermill\.": "papermill's metadata",
+        r"(Future|Deprecation|User|Runtime)Warning": "a warning",
+        r"\\\(|\$\$": "unrendered math",
+    }
     found = []
     for page in chapters.values():
         shown = "".join(d for d, c in page.text if any("article" == t for t, _ in c)
@@ -208,7 +215,9 @@ def test_launch_source_and_download_buttons_lead_to_files(chapters):
     for name, page in chapters.items():
         source = source_of(name)
         assert source, f"{name} was made from no file in nbs/"
-        links = {a.get("href", "") for a in page.all("a", inside="article-header-buttons")}
+        links = {
+            a.get("href", "") for a in page.all("a", inside="article-header-buttons")
+        }
         path = source.relative_to(ROOT).as_posix()
         want = {f"{REPOSITORY}/edit/main/{path}", REPOSITORY}
         if source.suffix == ".ipynb":

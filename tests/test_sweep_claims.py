@@ -38,9 +38,9 @@ def test_claim_of_a_dead_process_is_free_at_once(tmp_path):
 
 def test_what_the_dead_left_goes_even_when_all_is_stored(results):
     go(jobs(2))
-    folder = results / "exp" / "smoke"
+    folder = results / "exp" / "smoke" / "parts"
     (folder / f"{jobs(2)[0].key}.claim").touch()
-    (folder / f".{jobs(2)[0].key}.parquet.1.tmp").write_bytes(b"half")
+    (folder / f".{jobs(2)[0].key}.parquet.0123456789ab.tmp").write_bytes(b"half")
     with Claim(folder / f"{jobs(2)[1].key}.claim") as mine:
         assert mine and go(jobs(2)).reused == 2
         assert sorted(p.name for p in folder.iterdir() if p.suffix != ".parquet") == [

@@ -12,10 +12,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted(f.relative_to(ROOT).as_posix() for f in (ROOT / "stabbook").rglob("*.py"))
+FILES = sorted(
+    f.relative_to(ROOT).as_posix() for f in (ROOT / "stabbook").rglob("*.py")
+)
 MODULES = [f.removeprefix("stabbook/").removesuffix(".py").removesuffix("/__init__")
            .replace("/", ".") for f in FILES]
-OPTIONAL = {"matplotlib", "seaborn", "gensim", "transformers", "datasets", "dask", "ray"}
+OPTIONAL = {
+    "matplotlib",
+    "seaborn",
+    "gensim",
+    "transformers",
+    "datasets",
+    "dask",
+    "ray",
+}
 # Floors 0 to 4: torch alone, but for `metrics`, which needs no torch.
 BLOCKS = ("norms", "rope", "softcap", "attention", "mlp", "embedding", "reparam",
           "residual", "model", "methods")
@@ -84,7 +94,9 @@ def imported(installed):
     "What a process finds that imports torch, then stabbook, the blocks, and the rest"
     blocks = [b for b in BLOCKS if b in MODULES]
     others = [m for m in MODULES if m not in ("__init__", *blocks)]
-    return json.loads(python(f"""
+    return json.loads(
+        python(
+            f"""
 import importlib, json, time, torch
 before, start = set(sys.modules), time.perf_counter()
 import stabbook
@@ -96,8 +108,12 @@ for name in {others}:
     importlib.import_module("stabbook." + name)
 print(json.dumps({{"seconds": seconds, "file": stabbook.__file__,
     "blocks": sorted(new - set(sys.stdlib_module_names) - {{"torch", "stabbook"}}),
-    "optional": sorted({OPTIONAL} & set(sys.modules)), "version": stabbook.__version__}}))
-""", installed))
+    "optional": sorted({OPTIONAL} & set(sys.modules)),
+    "version": stabbook.__version__}}))
+""",
+            installed,
+        )
+    )
 
 
 def test_every_module_imports_from_the_installed_copy(installed, imported):
@@ -124,7 +140,9 @@ def test_metrics_need_no_torch(installed):
 
 
 def test_version_is_that_of_the_settings(imported, described):
-    version = re.search(r"^version = (\S+)", (ROOT / "settings.ini").read_text(), re.M)[1]
+    version = re.search(r"^version = (\S+)", (ROOT / "settings.ini").read_text(), re.M)[
+        1
+    ]
     assert described["Version"] == version
     assert imported["version"] == version
 

@@ -113,7 +113,8 @@ def _is_thebe(asset) -> bool:
     return "thebe" in str(getattr(asset, "filename", asset)) or "THEBE_JS_URL" in body
 
 
-HEAVY = re.compile(r'\s*<script[^>]*/fontawesome\.js[^>]*></script>')
+HEAVY = re.compile(r'\s*(<script[^>]*/fontawesome\.js[^>]*></script>'
+                   r'|<link[^>]*/fontawesome/[^>]*>)')
 VIEWPORT = re.compile(r'\s*<meta name="viewport"[^>]*>')
 ONE_VIEWPORT = '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
 ROOT = """<!DOCTYPE html>

@@ -487,8 +487,8 @@ def lr50(
     lows, highs = np.minimum(draws, x[-1]), np.maximum(draws, x[0])
     low, high = _quantiles(lows, highs, confidence)
     kind = {np.inf: "above_grid", -np.inf: "below_grid"}.get(half, "fitted")
-    ends = (_power(v, grid) for v in (half, low, high))
-    return LR50(*ends, kind, float(slope), grid, draws)
+    half, low, high = (_power(v, grid) for v in (half, low, high))
+    return LR50(half, low, high, kind, float(slope), grid, draws)
 
 def _power(x, grid):
     "10**x within the grid, or 0 or infinity."
@@ -506,7 +506,8 @@ def cell_counts(
     by = [by] if isinstance(by, str) else list(by)
     criterion = criterion or ("failed" if "failed" in runs else "diverged")
     if criterion not in runs:
-        raise ValueError(f"criterion={criterion!r} is no column of the runs: judge them")
+        raise ValueError(f"criterion={criterion!r} is no column of the runs: "
+                         "judge them first")
     if "error" in runs: runs = runs[runs["error"].fillna("") == ""]
     runs = runs.assign(k=_verdicts(criterion, runs[criterion]))
     cells = runs.groupby([*by, "learning_rate"], sort=False, dropna=False)["k"]

@@ -72,7 +72,8 @@ def lr50_seeds(
     rng, seeds = np.random.default_rng(seed), np.unique(runs["seed"])
     picks = rng.integers(0, len(seeds), (resamples, len(seeds)))
     picks = np.r_[np.arange(len(seeds))[None], picks]  # the first draw is the sample
-    lines = _lines(runs, floors, line, len(picks), rng) if criterion == "failed" else None
+    lines = None
+    if criterion == "failed": lines = _lines(runs, floors, line, len(picks), rng)
     kinds = runs.groupby(by, sort=False, dropna=False)
     # Where between two separated cells the answer lies is each method's own
     return {name: _one(part, criterion, seeds, picks, lines,
@@ -84,8 +85,8 @@ def _lines(runs, floors, line, draws, rng):
     if floors is None:
         line = np.unique(runs["common_line"]) if line is None else np.atleast_1d(line)
         if len(line) != 1 or not np.isfinite(line[0]): raise ValueError(
-            f"the common line is {line.tolist()}: it must be one number; give `floors`, "
-            "or choose the runs of one setting")
+            f"the common line is {line.tolist()}: it must be one number; give "
+            "`floors`, or choose the runs of one setting")
         return np.full(draws, float(line[0]))
     _, seeds, losses = loss_grid(floors)
     picks = rng.integers(0, len(seeds), (draws - 1, len(seeds)))
@@ -107,13 +108,14 @@ def _one(runs, criterion, seeds, picks, lines, place, margin, confidence, prior)
     x, grid = np.log10(rates), (float(rates[0]), float(rates[-1]))
     draws, slopes = _halves(x, k, n, prior, place)
     (half, *draws), draws_ = draws, draws[1:]
-    low, high = _quantiles(np.minimum(draws_, x[-1]), np.maximum(draws_, x[0]), confidence)
+    low, high = _quantiles(np.minimum(draws_, x[-1]), np.maximum(draws_, x[0]),
+                           confidence)
     kind = {np.inf: "above_grid", -np.inf: "below_grid"}.get(half, "fitted")
     if criterion == "failed" and _medians(losses[:, :1]).min() > lines[0]:
         return LR50(math.nan, math.nan, math.nan, "does_not_learn", grid=grid,
                     draws=draws_)
-    ends = (_power(v, grid) for v in (half, low, high))
-    return LR50(*ends, kind, float(slopes[0]), grid, draws_)
+    half, low, high = (_power(v, grid) for v in (half, low, high))
+    return LR50(half, low, high, kind, float(slopes[0]), grid, draws_)
 
 # %% ../../nbs/metrics/seeds.ipynb #cd6a642a
 def power(

@@ -25,7 +25,8 @@ def lowest_smoothed(
     if not len(x): return math.nan
     window = min(window, len(x))
     sums = np.cumsum(np.r_[0.0, np.where(np.isfinite(x), x, np.inf)])
-    with np.errstate(invalid="ignore"): means = (sums[window:] - sums[:-window]) / window
+    with np.errstate(invalid="ignore"):
+        means = (sums[window:] - sums[:-window]) / window
     means = means[np.isfinite(means)]
     return float(means.min()) if len(means) else math.nan
 
@@ -98,7 +99,8 @@ def judge(
         rate, loss = (best or {}).get(name, (rate, loss))
         found = verdict(part["final_loss"].to_numpy(float),
                         part["initial_loss"].to_numpy(float), loss, margin=margin,
-                        slack=slack, learning_rate=part["learning_rate"], best_rate=rate)
+                        slack=slack, best_rate=rate,
+                        learning_rate=part["learning_rate"])
         runs.loc[runs.index[rows], "verdict"] = found
         runs.loc[runs.index[rows], ["best_loss", "best_rate"]] = loss, rate
     return _three(runs, margin)
@@ -128,7 +130,8 @@ def _three(runs, margin):
     final, line = (runs[c].to_numpy(float) for c in ("final_loss", "common_line"))
     lost, nowhere = ~np.isfinite(final), np.full(len(runs), np.nan)
     low = runs["lowest_loss"].to_numpy(float) if "lowest_loss" in runs else nowhere
-    apart = lost | (final > runs["initial_loss"].to_numpy(float)) | (final > low + margin)
+    start = runs["initial_loss"].to_numpy(float)
+    apart = lost | (final > start) | (final > low + margin)
     runs["diverged"], runs["behind"] = ran & apart, ran & (runs["verdict"] != "ok")
     runs["failed"] = ran & (lost | (final > line))
     unknown = ran & np.isnan(line)

@@ -92,7 +92,7 @@ def explained(
 ) -> tuple:  # Whether chaos alone may lie between them, and both verdicts in words
     "Compare two ends, as far as they can prove anything."
     loss, verdict = then
-    verdicts = _verdicts(*now, row)
+    verdicts = _verdicts(now[0], now[1], row)
     if verdicts[0] == verdict: return True, f"verdict {verdict} both times"
     words = f"verdict {verdict} then and {verdicts[0]} now"
     if "ok" not in (verdict, verdicts[0]): return True, f"{words}: failed both times"
