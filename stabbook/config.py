@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['CHOICES', 'WHOLE', 'STORED_NAMES', 'ALIKE', 'Shape', 'Norms', 'QueriesKeysValues', 'Latent', 'Position',
-           'FeedForward', 'Routing', 'Ends', 'check_field', 'check_pattern', 'ModelConfig', 'kv_sources']
+           'FeedForward', 'Routing', 'Ends', 'check_field', 'check_pattern', 'as_stored', 'ModelConfig', 'kv_sources']
 
 # %% ../nbs/model/config.ipynb #5a611796
 import math
 from collections import ChainMap
-from dataclasses import dataclass, fields, replace as replace_fields
+from dataclasses import InitVar, dataclass, fields, replace as replace_fields
 from numbers import Integral, Real
 from typing import get_args
 
@@ -289,7 +289,8 @@ def check_pattern(value) -> tuple:
     "Each layer's changes as sorted pairs, checked field by field."
     rule = ("must be one mapping of fields for each layer of the pattern, "
             'such as ({"sliding_window": 512}, {}), or None')
-    try: layers = [dict(changes) for changes in value]
+    now = lambda changes: {_NOW.get(n, n): v for n, v in dict(changes).items()}
+    try: layers = [now(changes) for changes in value]
     except (TypeError, ValueError): layers = []
     if not layers: raise ValueError(f"layer_pattern={value!r} {rule}")
     kinds = {f.name: f.type for f in fields(ModelConfig) if f.name not in WHOLE}
@@ -302,16 +303,30 @@ def check_pattern(value) -> tuple:
 STORED_NAMES = {"attn_logit_multiplier": "attn_logit_temperature"}  # Now -> as stored
 _NOW = {old: new for new, old in STORED_NAMES.items()}
 
+def as_stored(
+    name: str,  # A field
+    value,  # What it holds
+) -> tuple:  # The name and the value that stored runs have
+    "A field as runs were stored with it, a pattern's own fields too."
+    if name == "layer_pattern" and value is not None:
+        old = lambda changes: ((STORED_NAMES.get(n, n), v) for n, v in changes)
+        value = tuple(tuple(sorted(old(changes))) for changes in value)
+    return STORED_NAMES.get(name, name), value
+
 # %% ../nbs/model/config.ipynb #05f1954b
 @dataclass(frozen=True)
 class ModelConfig(Ends, Routing, FeedForward, Position, Latent, QueriesKeysValues,
                   Norms, Shape):
     "All that decides what a decoder computes; bad values are refused when it is built."
+    attn_logit_temperature: InitVar[float | None] = None  # Old name, read and not kept
+
     def __new__(cls, *_, **given):
         for name in given: one_of("field", name, cls.__dataclass_fields__)
         return object.__new__(cls)
 
-    def __post_init__(self):
+    def __post_init__(self, attn_logit_temperature):
+        if attn_logit_temperature is not None:
+            object.__setattr__(self, "attn_logit_multiplier", attn_logit_temperature)
         for f in fields(self):
             value = check_field(f.name, f.type, getattr(self, f.name))
             object.__setattr__(self, f.name, value)

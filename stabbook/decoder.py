@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['norm_of', 'make_attention', 'make_mlp', 'make_embedding', 'make_gate', 'make_layer', 'make_rope', 'make_ropes',
-           'own_tensors', 'reset_module', 'Stack', 'Decoder', 'check_ids', 'same_masks', 'make_masks', 'embed', 'head',
-           'normalise_weights_', 'lm_loss']
+           'own_tensors', 'reset_module', 'tie', 'Tied', 'Stack', 'Decoder', 'check_ids', 'same_masks', 'make_masks',
+           'embed', 'head', 'normalise_weights_', 'lm_loss']
 
 # %% ../nbs/model/decoder.ipynb #c0919375
 import zlib
@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from .attention import Attention, KVCache, LatentAttention, SharedKV
 from .config import ModelConfig, kv_sources
@@ -157,8 +158,29 @@ def reset_module(
         torch.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
         module.reset_parameters()
 
+# %% ../nbs/model/decoder.ipynb #7c1e90b4
+def tie(
+    model: "Stack",  # Changed in place
+    *_,  # What a hook is given beside it
+):
+    "Make the head the embedding again, where the config says that it is."
+    head, weight = model.lm_head, model.embedding.weight
+    if not model.config.tie_word_embeddings or is_parametrized(head): return
+    if head.weight is not weight: head.weight = weight
+
+class Tied(nn.Module):
+    "A model whose head stays the embedding on whatever way its weights come."
+    def __init__(self):
+        super().__init__()
+        self.register_load_state_dict_post_hook(tie)  # assign=True parts them
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)  # So do to("meta") and to_empty
+        tie(self)
+        return self
+
 # %% ../nbs/model/decoder.ipynb #6cd19ab9
-class Stack(nn.Module):
+class Stack(Tied):
     "What a decoder is made of."
     def __init__(
         self,
@@ -194,7 +216,7 @@ class Stack(nn.Module):
     def reset_parameters(self, seed: int = 0):
         "Draw each matrix from N(0, initializer_range²) by its name; reset the rest."
         tied, std = self.config.tie_word_embeddings, self.config.initializer_range
-        if tied: self.lm_head.weight = self.embedding.weight  # to_empty parts them
+        tie(self)
         for name, module in self.named_modules():
             if module is self or not own_tensors(module): continue
             reset_module(module, name, seed, std, tied and module is self.lm_head)
@@ -309,7 +331,8 @@ def lm_loss(
     "Cross-entropy, plus the z-loss where it is asked for."
     wide = logits if logits.dtype == torch.float64 else logits.float()
     count = (targets != -100).sum().clamp(min=1)  # 0 and no gradient from nothing
-    total = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum")
+    total = F.cross_entropy(wide.flatten(0, 1), targets.flatten().long(),
+                            reduction="sum")
     nll = total / count
     if not z_loss_multiplier: return nll, nll.detach()
     return nll + z_loss_multiplier * z_loss(wide, targets != -100), nll.detach()

@@ -17,7 +17,7 @@ import numpy as np
 
 from .core import number, one_of, whole
 from .data import load_corpus
-from .model import STORED_NAMES, ModelConfig
+from .model import ModelConfig, as_stored
 
 # %% ../nbs/train/run.ipynb #72877536
 SCHEDULES = ("constant", "cosine", "wsd")
@@ -128,7 +128,7 @@ def changed_fields(
         value = getattr(config, f.name)
         # 1 and 1.0 are the same rate, and must be the same run
         if type(value) is int and "float" in str(f.type): value = float(value)
-        if value != f.default: out[STORED_NAMES.get(f.name, f.name)] = value
+        if value != f.default: name, out[name] = as_stored(f.name, value)
     return out
 
 # %% ../nbs/train/run.ipynb #b9300ead
