@@ -141,10 +141,10 @@ def test_a_part_from_elsewhere_starts_at_the_seed():
     assert torch.equal(*states)
 
 
-def test_a_forward_leaves_all_as_it_was():
+def test_building_and_computing_leave_all_as_it_was():
     torch.manual_seed(7)
-    model = Decoder(TINY).eval()
     before, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    model = Decoder(TINY).eval()
     model(IDS, return_stats=True)
     assert not any(m.training for m in model.modules())
     assert torch.equal(torch.get_rng_state(), before)
