@@ -194,8 +194,7 @@ class Stack(nn.Module):
     def reset_parameters(self, seed: int = 0):
         "Draw each matrix from N(0, initializer_range²) by its name; reset the rest."
         tied, std = self.config.tie_word_embeddings, self.config.initializer_range
-        # Tied anew: to_empty and loading with assign=True part what was one
-        if tied: self.lm_head.weight = self.embedding.weight
+        if tied: self.lm_head.weight = self.embedding.weight  # to_empty parts them
         for name, module in self.named_modules():
             if module is self or not own_tensors(module): continue
             reset_module(module, name, seed, std, tied and module is self.lm_head)
@@ -267,6 +266,7 @@ def make_masks(model: Stack, ids, start, mask, positions) -> list:
             T, start + T, mask, ids.device, positions))
     return made
 
+# %% ../nbs/model/decoder.ipynb #319c2228
 def embed(model: Stack, ids, positions, start) -> tuple:
     "The stream, each layer's own embedding, and the positions."
     x, own = model.embedding(ids), [None] * len(model.layers)

@@ -98,8 +98,7 @@ class Workspace:
 
     def _loss(self, ids: Tensor):
         "(B, T + 1) -> loss, cross-entropy, largest logit (L, H), mean entropy."
-        with torch.autocast(self.device_type, torch.bfloat16,
-                            enabled=self.dtype == "bfloat16"):
+        with torch.autocast(self.device_type, torch.bfloat16, self.dtype == "bfloat16"):
             logits, stats = self.logits(ids[:, :-1], return_stats=True)
         loss, nll = lm_loss(logits, ids[:, 1:], self.z_loss)
         return loss, nll, stats[:, 0], stats[:, 1].mean()

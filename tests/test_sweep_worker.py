@@ -50,6 +50,25 @@ def test_new_norm_code_is_there_before_a_worker_trains(results, tmp_path, worker
     assert df.norms.str.contains("doubled").all()
 
 
+def test_a_norm_of_ones_own_trains_in_workers_as_it_does_here(results, tmp_path):
+    "From a sweep file, for real; it is an RMSNorm, so it must give an RMSNorm's curves"
+    from stabbook.norms import NORMS
+    (tmp_path / "my_norm.py").write_text(NORM)
+    text = ("experiment = '{0}'\nsetup = 'my_norm.py'\n[base]\nsteps = 5\n"
+            "corpus = 'markov:1,4,0,20000'\nsequence_length = 16\nwarmup_steps = 1\n"
+            "[base.model]\nhidden_size = 16\nnum_hidden_layers = 1\nnorm = '{0}'\n"
+            "[grid]\nseed = '0-1'\n")
+    try:
+        for name in "doubled", "rmsnorm":
+            (tmp_path / "mine.toml").write_text(text.format(name))
+            done = lab.sweep(**vars(lab.from_toml(tmp_path / "mine.toml")), workers=2,
+                             progress=False)
+            assert (done.trained, done.failed) == (2, 0), done.errors
+        a, b = (store.load(e).final_loss.tolist() for e in ("doubled", "rmsnorm"))
+        assert a == b and len(set(a)) == 2
+    finally: NORMS.pop("doubled", None)
+
+
 def test_setup_may_be_a_module_and_its_error_comes_before_any_worker(
         results, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)

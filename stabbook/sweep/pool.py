@@ -27,14 +27,15 @@ from ..core import whole
 from .claims import claim, is_abandoned
 from .worker import begin, failure, keep, set_up, work, work_all
 
-# %% ../../nbs/sweep/pool.ipynb #e5b2b841
+# %% ../../nbs/sweep/pool.ipynb #5a9f2cdb
 def chunks(
     jobs,  # Of Job
     workers: int,
     largest: int = 8,  # Jobs of one chunk
 ) -> list:  # Of lists of jobs
     "Split into lists of jobs of one model each, smaller towards the end."
-    groups, same = {}, ("model", "batch_size", "sequence_length", "dtype")
+    groups: dict = {}
+    same = ("model", "batch_size", "sequence_length", "dtype")
     for job in jobs:
         step = tuple(getattr(job.run, name, None) for name in same)
         groups.setdefault(step, []).append(job)
@@ -120,8 +121,9 @@ class Worker:
         self.pool.stop()
         self.pool.join()
 
-# %% ../../nbs/sweep/pool.ipynb #fbc3bac0
-_idle, IDLE = [], 300.0  # Workers that wait, and how many seconds they do
+# %% ../../nbs/sweep/pool.ipynb #eac2c948
+_idle: list[Worker] = []  # Those that wait for another sweep
+IDLE = 300.0  # Seconds that they do
 
 def _hire(devices, setup, n):
     "So many workers, those that wait first; they share the devices in turn."
@@ -179,7 +181,7 @@ def _ended(orders, job, hung, deaths, seconds):
     return _bury(orders, job, f"its worker process died {deaths} times (killed, "
                  "perhaps because the machine ran out of memory)", seconds)
 
-# %% ../../nbs/sweep/pool.ipynb #7145df7d
+# %% ../../nbs/sweep/pool.ipynb #379b6e3f
 def outcomes_here(
     orders,  # Of the sweep
     jobs,
@@ -188,7 +190,8 @@ def outcomes_here(
     devices=(),  # Accelerators, in turn
 ):  # What `work` returns for each job, as they end
     "Train jobs in processes of this machine."
-    parts, busy, deaths, early = chunks(jobs, workers, largest), {}, {}, 0
+    busy: dict = {}  # Future -> its worker, and when it began
+    parts, deaths, early = chunks(jobs, workers, largest), dict[str, int](), 0
     free = _hire(devices, orders.setup, min(workers, len(jobs)))
     try:
         with _large_pages(), _streams():

@@ -78,7 +78,7 @@ def _agree(then, now, tolerance):
     apart = ~np.isclose(b[:n], a[:n], rtol=tolerance, atol=0.0, equal_nan=True)
     return int(apart.argmax()) if apart.any() else n, max(len(a), len(b))
 
-# %% ../../nbs/sweep/verify.ipynb #2ab27033
+# %% ../../nbs/sweep/verify.ipynb #5d33f0ec
 def _verdicts(loss, initial, row):
     "The verdicts of a run that ends at this loss, give or take what chaos may do."
     best = dict(learning_rate=row.learning_rate, best_rate=row.best_rate)
@@ -86,8 +86,8 @@ def _verdicts(loss, initial, row):
             for d in (0.0, -NEAR, NEAR)]
 
 def explained(
-    then: tuple,  # Final loss and verdict that are stored
-    now: tuple,  # Final and initial loss of today
+    then: tuple[float, str],  # Final loss and verdict that are stored
+    now: tuple[float, float],  # Final and initial loss of today
     row,  # learning_rate, best_loss and best_rate
 ) -> tuple:  # Whether chaos alone may lie between them, and both verdicts in words
     "Compare two ends, as far as they can prove anything."

@@ -6,7 +6,7 @@
 __all__ = ['Failure', 'failure', 'in_words', 'set_up', 'state_of', 'parts_of', 'is_stored', 'error_of', 'Orders', 'keep', 'work',
            'begin', 'work_all', 'one_thread']
 
-# %% ../../nbs/sweep/worker.ipynb #4f242080
+# %% ../../nbs/sweep/worker.ipynb #1cf3bc8d
 import functools
 import gc
 import importlib
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ def in_words(
     said = " ".join(str(error).split())
     return ": ".join(filter(None, [type(error).__name__, said])) + place
 
-# %% ../../nbs/sweep/worker.ipynb #6e0a4772
+# %% ../../nbs/sweep/worker.ipynb #7bc10314
 @functools.lru_cache
 def set_up(
     *modules: str,  # Names as after `import`, or paths of .py files
@@ -64,6 +65,7 @@ def set_up(
         if not name.endswith(".py"): importlib.import_module(name); continue
         path = Path(name).expanduser()
         spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None: raise ImportError(f"no code: {name}")
         sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
 
@@ -109,7 +111,7 @@ def error_of(
     if state != "failed": return ""
     return store.read(key, experiment, scale, results)["summary"]["error"]
 
-# %% ../../nbs/sweep/worker.ipynb #29c0a69f
+# %% ../../nbs/sweep/worker.ipynb #c290d81f
 @dataclass(frozen=True)
 class Orders:
     "What a worker has to know besides its jobs."
@@ -118,7 +120,7 @@ class Orders:
     results: str
     time_limit: float | None = None
     grace: float = 30.0
-    trainer: object = None
+    trainer: Callable | None = None
     redo: frozenset = frozenset()  # Keys stored with an error and wanted again
     setup: tuple = ()
     parent: int = 0  # Process id of the sweep
